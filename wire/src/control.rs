@@ -1,0 +1,294 @@
+//! Messages on a backend's control socket (`/run/outram/<uuid>/control.sock`).
+//!
+//! Each message is a frame: a 32-bit little-endian length, then that many bytes of JSON. A client
+//! sends an [`Envelope`], the backend answers with a [`Reply`]; several may follow each other on
+//! one connection. Fields may be added within a version; a reader ignores those it does not know.
+
+use std::io::{self, Read, Write};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Limit, VmId};
+
+/// Version of the messages of this module.
+pub const CONTROL_VERSION: u32 = 1;
+
+/// Longest frame either side accepts, in bytes; a status of hundreds of shards stays far below.
+pub const MAX_FRAME_BYTES: usize = 256 * 1024;
+
+/// A request with its format's version.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Envelope {
+    /// Must be [`CONTROL_VERSION`].
+    pub version: u32,
+    /// What is asked.
+    pub request: Request,
+}
+
+/// What a control client may ask.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Request {
+    /// Report everything known about the guest's memory.
+    Status,
+    /// Set a new limit; answered once accepted (and reserved), reached in the background.
+    Tune(Limit),
+    /// End the backend. Refused while a guest's memory depends on it.
+    Stop,
+}
+
+/// The backend's answer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Reply {
+    /// To [`Request::Status`].
+    Status(Box<Status>),
+    /// The request was carried out.
+    Done,
+    /// The request was refused; the text says what was wrong and what to do.
+    Refused(String),
+}
+
+/// Where a backend is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Waits for QEMU; nothing is paged yet.
+    Waiting,
+    /// Serves a guest.
+    Serving,
+    /// A server is out of reach: faults on pages that it holds wait.
+    Stalled,
+    /// A page the guest asked for is lost: its fault stays unanswered; see `lost` and `detail`.
+    Stopped,
+    /// The attachment was refused: see `detail`.
+    Refused,
+    /// The guest ended; slabs are being given back.
+    Ending,
+}
+
+/// One memory server as the backend sees it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ServerStatus {
+    /// As configured: `host:port`.
+    pub address: String,
+    /// Whether control and data connections stand.
+    pub connected: bool,
+    /// Why not, if not: the last error.
+    pub detail: Option<String>,
+    /// Slabs leased from it.
+    pub slabs: u64,
+    /// Bytes promised by it.
+    pub reserved_bytes: u64,
+    /// Bytes of this guest's pages stored there.
+    pub stored_bytes: u64,
+}
+
+/// Counters since the guest's start; all only rise.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Counters {
+    /// Faults taken by kind: never-touched pages given as zeros.
+    pub faults_zero: u64,
+    /// Faults answered from a same-filled page's word.
+    pub faults_filled: u64,
+    /// Faults answered from staging, without I/O.
+    pub faults_staged: u64,
+    /// Faults answered from a memory server.
+    pub faults_remote: u64,
+    /// Faults on write-protected pages.
+    pub faults_protected: u64,
+    /// Messages that repeated a fault in work or already answered.
+    pub faults_duplicate: u64,
+    /// Faults left unanswered because their page is lost.
+    pub faults_lost: u64,
+    /// Remote or staged faults on pages evicted recently.
+    pub refaults: u64,
+    /// Pages evicted.
+    pub evicted_pages: u64,
+    /// ... of which unchanged since they were fetched: dropped without I/O.
+    pub evicted_clean_pages: u64,
+    /// ... of which same-filled: kept as a word.
+    pub evicted_filled_pages: u64,
+    /// Pages written to memory servers.
+    pub writeback_pages: u64,
+    /// Pages freed by the guest (balloon, free-page reporting).
+    pub removed_pages: u64,
+    /// Page bytes received from and sent to memory servers, with their framing.
+    pub wire_received_bytes: u64,
+    /// See `wire_received_bytes`.
+    pub wire_sent_bytes: u64,
+    /// Times a fault had to wait for room under the limit.
+    pub stalls_limit: u64,
+    /// Times a fault had to wait for a server out of reach.
+    pub stalls_server: u64,
+    /// Pages whose bytes did not match their integrity tag.
+    pub integrity_failures: u64,
+    /// Accesses by the device to pages that were not pinned (caught).
+    pub stray_device_accesses: u64,
+}
+
+/// Fault latency of one kind, in microseconds from reading the message to waking the guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Latency {
+    /// Faults measured.
+    pub count: u64,
+    /// Median.
+    pub us_p50: u64,
+    /// 99th percentile.
+    pub us_p99: u64,
+    /// Largest.
+    pub us_max: u64,
+}
+
+/// Everything known about a guest's memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// The guest.
+    pub vm: VmId,
+    /// Its libvirt name when the backend started.
+    pub name: String,
+    /// Version of the backend.
+    pub backend_version: String,
+    /// The backend's process.
+    pub backend_pid: u32,
+    /// QEMU's process, once connected.
+    pub qemu_pid: Option<u32>,
+    /// Where it is in its life.
+    pub phase: Phase,
+    /// In words, where `phase` is not the ordinary one.
+    pub detail: Option<String>,
+    /// How the userfaultfds were obtained.
+    pub handover: Option<String>,
+    /// The guest's RAM found so far, in bytes.
+    pub ram_bytes: u64,
+    /// The limit as asked.
+    pub limit: Limit,
+    /// The limit in bytes.
+    pub limit_bytes: u64,
+    /// Bytes in the memfd, by our count.
+    pub resident_bytes: u64,
+    /// Bytes in the staging area, by our count.
+    pub staged_bytes: u64,
+    /// Bytes stored on memory servers and not resident.
+    pub stored_bytes: u64,
+    /// Pages kept as a word, in bytes of guest memory.
+    pub filled_bytes: u64,
+    /// Bytes lost for good.
+    pub lost_bytes: u64,
+    /// Faults waiting right now.
+    pub waiting_faults: u64,
+    /// The kernel's own count: blocks of the memfd.
+    pub kernel_memfd_bytes: u64,
+    /// The kernel's own count: blocks of our tmpfs less the page table.
+    pub kernel_staging_bytes: u64,
+    /// The kernel's own count: the page table's blocks.
+    pub kernel_table_bytes: u64,
+    /// The kernel's own count: this process's anonymous memory.
+    pub kernel_anon_bytes: u64,
+    /// Anonymous memory that is not counted against the limit: stated and fixed.
+    pub fixed_anon_bytes: u64,
+    /// What the guest may exceed its limit by for moments: stated and fixed.
+    pub headroom_bytes: u64,
+    /// Counters since the start.
+    pub counters: Counters,
+    /// Latency of faults by kind: `zero`, `filled`, `staged`, `remote`, `protected`.
+    pub latency: std::collections::BTreeMap<String, Latency>,
+    /// The servers in their configured order.
+    pub servers: Vec<ServerStatus>,
+}
+
+/// Why a frame could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum FrameError {
+    /// The socket failed or closed amid a frame.
+    #[error("control connection failed")]
+    Io(#[from] io::Error),
+    /// The frame is longer than allowed.
+    #[error("control frame of {0} bytes is over the limit of {MAX_FRAME_BYTES}")]
+    TooLong(usize),
+    /// The bytes are not the JSON expected.
+    #[error("control frame is not understood: {0}")]
+    Malformed(#[from] serde_json::Error),
+}
+
+/// Writes one frame.
+pub fn write_frame<T: Serialize>(to: &mut impl Write, message: &T) -> Result<(), FrameError> {
+    let body = serde_json::to_vec(message)?;
+    if body.len() > MAX_FRAME_BYTES {
+        return Err(FrameError::TooLong(body.len()));
+    }
+    let mut frame = (body.len() as u32).to_le_bytes().to_vec();
+    frame.extend_from_slice(&body);
+    to.write_all(&frame)?;
+    Ok(to.flush()?)
+}
+
+/// Reads one frame; `Ok(None)` where the peer closed before its first byte.
+pub fn read_frame<T: DeserializeOwned>(from: &mut impl Read) -> Result<Option<T>, FrameError> {
+    let mut length = [0; 4];
+    match from.read(&mut length)? {
+        0 => return Ok(None),
+        read => from.read_exact(&mut length[read..])?,
+    }
+    let length = u32::from_le_bytes(length) as usize;
+    if length > MAX_FRAME_BYTES {
+        return Err(FrameError::TooLong(length));
+    }
+    let mut body = vec![0; length];
+    from.read_exact(&mut body)?;
+    Ok(Some(serde_json::from_slice(&body)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_has_these_bytes() {
+        let mut frame = Vec::new();
+        let envelope = Envelope {
+            version: CONTROL_VERSION,
+            request: Request::Status,
+        };
+        write_frame(&mut frame, &envelope).expect("a vector takes every frame");
+        assert_eq!(
+            frame,
+            b"\x20\0\0\0{\"version\":1,\"request\":\"status\"}".as_slice()
+        );
+        assert_eq!(
+            read_frame::<Envelope>(&mut frame.as_slice()).expect("own frame"),
+            Some(envelope)
+        );
+    }
+
+    #[test]
+    fn oversized_and_truncated_frames_are_errors() {
+        let huge = u32::MAX.to_le_bytes();
+        assert!(matches!(
+            read_frame::<Envelope>(&mut huge.as_slice()),
+            Err(FrameError::TooLong(_))
+        ));
+        let short = b"\x10\0\0\0{\"ver";
+        assert!(matches!(
+            read_frame::<Envelope>(&mut short.as_slice()),
+            Err(FrameError::Io(_))
+        ));
+        let nonsense = b"\x02\0\0\0[]";
+        assert!(matches!(
+            read_frame::<Envelope>(&mut nonsense.as_slice()),
+            Err(FrameError::Malformed(_))
+        ));
+    }
+
+    #[test]
+    fn a_closed_connection_is_no_frame() {
+        assert!(
+            read_frame::<Envelope>(&mut [].as_slice())
+                .expect("end is no error")
+                .is_none()
+        );
+    }
+}

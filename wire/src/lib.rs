@@ -1,0 +1,8 @@
+//! What Outram's programs agree on byte for byte: units, the frames between a backend and a memory
+//! server, and the messages on a backend's control socket.
+//!
+//! The crate knows nothing of userfaultfd, libvirt or how a server stores its slabs. Every format
+//! in it carries a version, and every length read from a peer is bounded before it is believed.
+
+pub mod control;
+pub mod units;
