@@ -1,0 +1,89 @@
+#!/bin/bash
+# Builds the guest that tests and demo boot, from distribution packages alone: Debian's kernel, an
+# initramfs of busybox, the virtio modules and our memory checker.
+#
+#   images/build.sh        builds what is missing or out of date, prints the folder
+#
+# Result: target/images/{vmlinuz,initrd,kernel-version}. A second run with nothing changed needs no
+# network. OUTRAM_KERNEL_PACKAGE names another kernel package than the distribution's current one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=$PWD/target/images
+modules="virtio_pci virtio_blk virtio_balloon virtio_console"
+
+fail() { echo "images/build.sh: $*" >&2; exit 1; }
+need() { command -v "$1" >/dev/null || fail "'$1' is missing: install the package $2"; }
+need busybox busybox-static; need cpio cpio; need depmod kmod; need dpkg-deb dpkg
+
+mkdir -p "$out"
+exec 9>"$out/.lock"; flock 9            # two makes at once build once
+
+# The package that is current when first built stays until clean-state or a change of the recipe.
+resolve_kernel() {
+  if [ -n "${OUTRAM_KERNEL_PACKAGE:-}" ]; then echo "$OUTRAM_KERNEL_PACKAGE"; return; fi
+  if [ -s "$out/kernel-package" ]; then cat "$out/kernel-package"; return; fi
+  local found
+  found=$(apt-cache depends linux-image-amd64 2>/dev/null | sed -n 's/^ *Depends: *\(linux-image-[0-9].*\)/\1/p' | head -1)
+  [ -n "$found" ] || fail "apt-cache knows no linux-image-amd64: run 'apt-get update', or name a package in OUTRAM_KERNEL_PACKAGE"
+  echo "$found"
+}
+
+fetch_kernel() { # PACKAGE -> target/images/kernel/ unpacked
+  [ -e "$out/kernel/.$1" ] && return
+  local work; work=$(mktemp -d "$out/fetch.XXXXXX")
+  ( cd "$work" && chmod 755 . && apt-get -o APT::Sandbox::User=root download -q "$1" >&2 ) \
+    || { rm -rf "$work"; fail "apt-get could not download $1: is the network reachable, and is 'apt-get update' recent?"; }
+  rm -rf "$out/kernel"; mkdir -p "$out/kernel"
+  dpkg-deb --fsys-tarfile "$work"/*.deb | tar -x -C "$out/kernel" ./boot ./lib/modules
+  rm -rf "$work"
+  : >"$out/kernel/.$1"
+}
+
+build_checker() { # a static program: the guest has no libraries
+  RUSTFLAGS="-C target-feature=+crt-static" cargo build --quiet --release -p outram-checker \
+    --target x86_64-unknown-linux-gnu --target-dir target/guest
+}
+
+copy_modules() { # VERSION ROOT: the modules wanted and what they need, in loading order in ROOT/modlist
+  local version=$1 root=$2 module path
+  [ -e "$out/kernel/lib/modules/$version/modules.dep.bin" ] || depmod -b "$out/kernel" "$version"
+  for module in $modules; do
+    modprobe -d "$out/kernel" -S "$version" --show-depends "$module" \
+      || fail "kernel $version has no module $module"
+  done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }' | while read -r path; do
+    local name; name=$(basename "$path")
+    case $name in
+      *.ko.xz) xz -dc "$path" >"$root/modules/${name%.xz}" ;;
+      *.ko.zst) zstd -qdc "$path" >"$root/modules/${name%.zst}" ;;
+      *) cp "$path" "$root/modules/$name" ;;
+    esac
+    echo "/modules/${name%.[xz]*}" | sed 's/\.ko.*$/.ko/' >>"$root/modlist"
+  done
+}
+
+build_initrd() { # VERSION
+  local root; root=$(mktemp -d "$out/root.XXXXXX")
+  mkdir -p "$root"/{bin,dev,proc,sys,modules}
+  cp "$(command -v busybox)" "$root/bin/busybox"
+  cp target/guest/x86_64-unknown-linux-gnu/release/outram-checker "$root/bin/checker"
+  cp images/init "$root/init"; chmod 755 "$root/init"
+  copy_modules "$1" "$root"
+  # Not compressed: under emulation, unpacking costs more than reading.
+  (cd "$root" && find . -print0 | cpio --null -o -H newc --quiet --owner 0:0) >"$out/initrd.new"
+  rm -rf "$root"
+}
+
+package=$(resolve_kernel)
+build_checker
+stamp=$(cat images/build.sh images/init target/guest/x86_64-unknown-linux-gnu/release/outram-checker "$(command -v busybox)" | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$out/stamp" 2>/dev/null)" != "$package $stamp" ]; then
+  rm -rf "$out"/root.* "$out"/fetch.*   # left by an interrupted run
+  fetch_kernel "$package"
+  version=$(ls "$out/kernel/lib/modules")
+  build_initrd "$version"
+  cp "$out/kernel/boot/vmlinuz-$version" "$out/vmlinuz.new"
+  mv "$out/vmlinuz.new" "$out/vmlinuz"; mv "$out/initrd.new" "$out/initrd"
+  echo "$version" >"$out/kernel-version"; echo "$package" >"$out/kernel-package"
+  echo "$package $stamp" >"$out/stamp"
+fi
+echo "$out"

@@ -1,0 +1,290 @@
+//! The program inside the test guest. It obeys commands, first those of the kernel's command line
+//! (`outram.do=check:80:20,poweroff`), then those read line by line from the serial console, and
+//! answers each with one line.
+//!
+//! | command | answer |
+//! |---|---|
+//! | `ping TOKEN` | `PONG TOKEN`, with the counters so far |
+//! | `alloc SHARE` | `ALLOCATED pages=N`: that many per cent of RAM taken and written |
+//! | `work SECONDS` | `WORKED`: read, checked and rewritten at random; with 0 seconds `WORKING`, until `halt` |
+//! | `halt` | `HALTED` |
+//! | `verify` | `CHECKER pages=… checked=… rewritten=… mismatches=…` |
+//! | `check SHARE SECONDS` | all of these, then the memory is freed: `CHECKER …` |
+//! | `free` | `FREED` |
+//! | `corrupt N`, `stale N` | `BROKEN`: the checker's own test, mismatches must follow |
+//! | `disk-read N`, `disk-write`, `disk-id` | `DISK …` |
+//! | `meminfo` | `MEMINFO …` |
+//! | `poweroff`, `reboot` | the guest ends or starts again |
+
+mod arena;
+mod disk;
+mod pattern;
+
+use std::io::{self, BufRead};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use arena::{Region, Tally};
+use pattern::PAGE_BYTES;
+
+/// The memory under test: at rest, or with workers in the background.
+enum Memory {
+    Idle(Vec<Region>),
+    Working(Vec<JoinHandle<Region>>),
+}
+
+struct Agent {
+    memory: Memory,
+    tally: Arc<Tally>,
+    workers: usize,
+}
+
+fn main() {
+    let mut agent = Agent {
+        memory: Memory::Idle(Vec::new()),
+        tally: Arc::new(Tally::default()),
+        workers: thread::available_parallelism().map_or(1, usize::from),
+    };
+    println!(
+        "READY ram_kib={} workers={}",
+        ram_bytes().unwrap_or(0) / 1024,
+        agent.workers
+    );
+    for command in boot_commands() {
+        agent.obey(&command);
+    }
+    for line in io::stdin().lock().lines() {
+        match line {
+            Ok(line) => agent.obey(&line),
+            Err(error) => {
+                println!("ERROR reading the console: {error}");
+                return;
+            }
+        }
+    }
+}
+
+/// Commands of the kernel's command line: `outram.do=a:1:2,b` is `a 1 2`, then `b`.
+fn boot_commands() -> Vec<String> {
+    let cmdline = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    cmdline
+        .split_whitespace()
+        .filter_map(|word| word.strip_prefix("outram.do="))
+        .flat_map(|list| list.split(','))
+        .map(|command| command.replace(':', " "))
+        .collect()
+}
+
+/// The RAM the guest was given, from the kernel's map: what it keeps for itself is part of it.
+fn ram_bytes() -> io::Result<u64> {
+    let map = std::fs::read_to_string("/proc/iomem")?;
+    let bytes = map
+        .lines()
+        .filter(|line| line.ends_with(": System RAM") && !line.starts_with(' '))
+        .filter_map(|line| line.split_once(" : ")?.0.split_once('-'))
+        .filter_map(|(first, last)| {
+            let first = u64::from_str_radix(first, 16).ok()?;
+            let last = u64::from_str_radix(last, 16).ok()?;
+            last.checked_sub(first)?.checked_add(1)
+        })
+        .sum();
+    Ok(bytes)
+}
+
+fn number(word: Option<&str>, what: &str) -> Result<u64, String> {
+    let word = word.ok_or_else(|| format!("{what} is missing"))?;
+    word.parse()
+        .map_err(|_| format!("{what} '{word}' is not a whole number"))
+}
+
+impl Agent {
+    fn obey(&mut self, line: &str) {
+        let mut words = line.split_whitespace();
+        let Some(command) = words.next() else { return };
+        let first = words.next();
+        let answer = match command {
+            "ping" => Ok(self.pong(first.unwrap_or("-"))),
+            "alloc" => number(first, "share").and_then(|share| self.allocate(share)),
+            "work" => number(first, "seconds").map(|seconds| self.work(seconds)),
+            "halt" => self.halt().map(|()| "HALTED".to_owned()),
+            "verify" => self.verify(),
+            "check" => number(first, "share").and_then(|share| {
+                let seconds = number(words.next(), "seconds")?;
+                self.check(share, seconds)
+            }),
+            "free" => self.take().map(|regions| {
+                drop(regions);
+                "FREED".to_owned()
+            }),
+            "corrupt" => number(first, "pages").and_then(|n| self.damage(n, Region::corrupt)),
+            "stale" => number(first, "pages").and_then(|n| self.damage(n, Region::forget_stores)),
+            "disk-read" => number(first, "count").and_then(|count| self.read_disk(count)),
+            "disk-write" => disk::write()
+                .map(|report| format!("DISK {report}"))
+                .map_err(|error| error.to_string()),
+            "disk-id" => disk::identity()
+                .map(|id| format!("DISK id={id}"))
+                .map_err(|error| error.to_string()),
+            "meminfo" => meminfo(),
+            "poweroff" | "reboot" => end(command),
+            other => Err(format!("unknown command '{other}'")),
+        };
+        match answer {
+            Ok(answer) => println!("{answer}"),
+            Err(error) => println!("ERROR {command}: {error}"),
+        }
+    }
+
+    fn pong(&self, token: &str) -> String {
+        format!("PONG {token} {}", self.tally.report())
+    }
+
+    /// Stops background work, if any, and takes the memory out.
+    fn take(&mut self) -> Result<Vec<Region>, String> {
+        match std::mem::replace(&mut self.memory, Memory::Idle(Vec::new())) {
+            Memory::Idle(regions) => Ok(regions),
+            Memory::Working(handles) => {
+                self.tally.stop.store(true, Ordering::Relaxed);
+                handles
+                    .into_iter()
+                    .map(|handle| {
+                        handle
+                            .join()
+                            .map_err(|_| "a worker failed; see its message".to_owned())
+                    })
+                    .collect()
+            }
+        }
+    }
+
+    fn halt(&mut self) -> Result<(), String> {
+        self.memory = Memory::Idle(self.take()?);
+        Ok(())
+    }
+
+    /// Runs `work` on every region at once, in the foreground.
+    fn on_all(&mut self, work: impl Fn(&mut Region, &Tally) + Sync) -> Result<(), String> {
+        let mut regions = self.take()?;
+        self.tally.stop.store(false, Ordering::Relaxed);
+        let (tally, work) = (&*self.tally, &work);
+        thread::scope(|scope| {
+            for region in &mut regions {
+                scope.spawn(move || work(region, tally));
+            }
+        });
+        self.memory = Memory::Idle(regions);
+        Ok(())
+    }
+
+    fn allocate(&mut self, share: u64) -> Result<String, String> {
+        if !(1..=95).contains(&share) {
+            return Err(format!("share {share} is not between 1 and 95 per cent"));
+        }
+        drop(self.take()?);
+        self.tally = Arc::new(Tally::default());
+        let ram = ram_bytes().map_err(|error| format!("/proc/iomem: {error}"))?;
+        let pages = ram / 100 * share / PAGE_BYTES as u64;
+        let each = pages / self.workers as u64;
+        let seed = pages;
+        let handles: Vec<_> = (0..self.workers as u64)
+            .map(|worker| thread::spawn(move || Region::filled(worker * each, each as usize, seed)))
+            .collect();
+        let regions: Result<Vec<_>, _> = handles.into_iter().map(JoinHandle::join).collect();
+        let regions = regions.map_err(|_| "a worker failed while it filled".to_owned())?;
+        let pages = regions.iter().map(Region::len).sum::<usize>();
+        self.memory = Memory::Idle(regions);
+        Ok(format!("ALLOCATED pages={pages}"))
+    }
+
+    fn work(&mut self, seconds: u64) -> String {
+        if seconds == 0 {
+            return match self.work_in_background() {
+                Ok(()) => "WORKING".to_owned(),
+                Err(error) => format!("ERROR work: {error}"),
+            };
+        }
+        let deadline = Instant::now() + Duration::from_secs(seconds);
+        match self.on_all(|region, tally| region.work(Some(deadline), tally)) {
+            Ok(()) => format!("WORKED {}", self.tally.report()),
+            Err(error) => format!("ERROR work: {error}"),
+        }
+    }
+
+    fn work_in_background(&mut self) -> Result<(), String> {
+        let regions = self.take()?;
+        self.tally.stop.store(false, Ordering::Relaxed);
+        let start = |mut region: Region| {
+            let tally = Arc::clone(&self.tally);
+            thread::spawn(move || {
+                region.work(None, &tally);
+                region
+            })
+        };
+        self.memory = Memory::Working(regions.into_iter().map(start).collect());
+        Ok(())
+    }
+
+    fn verify(&mut self) -> Result<String, String> {
+        self.on_all(Region::verify)?;
+        let Memory::Idle(regions) = &self.memory else {
+            return Err("workers are still running".to_owned());
+        };
+        let pages: usize = regions.iter().map(Region::len).sum();
+        Ok(format!("CHECKER pages={pages} {}", self.tally.report()))
+    }
+
+    fn check(&mut self, share: u64, seconds: u64) -> Result<String, String> {
+        println!("{}", self.allocate(share)?);
+        println!("{}", self.work(seconds.max(1)));
+        let report = self.verify()?;
+        drop(self.take()?);
+        Ok(report)
+    }
+
+    fn damage(&mut self, pages: u64, how: fn(&mut Region, usize)) -> Result<String, String> {
+        let mut regions = self.take()?;
+        let region = regions.first_mut().ok_or("no memory allocated")?;
+        how(region, pages as usize);
+        self.memory = Memory::Idle(regions);
+        Ok("BROKEN".to_owned())
+    }
+
+    fn read_disk(&mut self, count: u64) -> Result<String, String> {
+        let mut regions = self.take()?;
+        let region = regions.first_mut().ok_or("no memory allocated")?;
+        let report = disk::read(region, count as usize, &self.tally);
+        self.memory = Memory::Idle(regions);
+        report
+            .map(|report| format!("DISK {report}"))
+            .map_err(|error| error.to_string())
+    }
+}
+
+fn meminfo() -> Result<String, String> {
+    let info = std::fs::read_to_string("/proc/meminfo").map_err(|error| error.to_string())?;
+    let kib = |name: &str| {
+        info.lines()
+            .find_map(|line| line.strip_prefix(name)?.split_whitespace().next())
+            .unwrap_or("0")
+            .to_owned()
+    };
+    Ok(format!(
+        "MEMINFO total_kib={} free_kib={} available_kib={}",
+        kib("MemTotal:"),
+        kib("MemFree:"),
+        kib("MemAvailable:")
+    ))
+}
+
+fn end(how: &str) -> Result<String, String> {
+    println!("ENDING {how}");
+    let status = Command::new("/bin/busybox").args([how, "-f"]).status();
+    match status {
+        Ok(status) if status.success() => Ok("ENDED".to_owned()),
+        Ok(status) => Err(format!("busybox {how} -f: {status}")),
+        Err(error) => Err(format!("busybox: {error}")),
+    }
+}
