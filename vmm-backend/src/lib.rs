@@ -1,1 +1,4 @@
-//! Under construction.
+//! Pages one guest's RAM between its host and memory servers.
+
+pub mod device;
+pub mod handover;

@@ -1,0 +1,295 @@
+//! The hand-over: userfaultfds born in the VMM's address space, and the guest RAM they watch.
+//!
+//! A userfaultfd belongs to the address space of the process that creates it, so it has to be
+//! created *inside* the VMM. [`take`] does that while the VMM's main thread waits for our
+//! vhost-user reply: a short-lived process of its own (see [`injector_main`]) makes that thread
+//! run a handful of system calls, and this process fetches the descriptors with `pidfd_getfd`.
+//! They stay open in the VMM too, so that the registration lives exactly as long as the guest.
+//! [`discover`] finds the guest's RAM in the VMM's `/proc` entries, and refuses what paging would
+//! destroy.
+//!
+//! The module knows nothing of pages, tiers, libvirt or virtio. It holds no locks. Invariant: the
+//! VMM's registers, signal mask, memory and descriptors are as before after every failure.
+
+pub mod discover;
+mod injector;
+mod kernel;
+mod outcome;
+mod ptrace;
+mod ways;
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+pub use injector::injector_main;
+pub use outcome::Attempt;
+
+/// Most userfaultfds one hand-over creates: bounds what is opened in the VMM.
+pub const MAX_UFFDS: usize = 256;
+
+/// Identity of a memfd (or any file): what `fstat` says of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MemfdId {
+    /// `st_dev`.
+    pub device: u64,
+    /// `st_ino`.
+    pub inode: u64,
+}
+
+impl MemfdId {
+    /// Identity of an open file.
+    pub fn of(file: &std::fs::File) -> io::Result<Self> {
+        use std::os::unix::fs::MetadataExt;
+        let metadata = file.metadata()?;
+        Ok(Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+        })
+    }
+}
+
+impl fmt::Display for MemfdId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "device {:#x} inode {}", self.device, self.inode)
+    }
+}
+
+/// Who is at the other end of a unix socket, as the kernel recorded it at `connect`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Process.
+    pub pid: i32,
+    /// Effective user.
+    pub uid: u32,
+    /// Effective group.
+    pub gid: u32,
+}
+
+/// Who connected to this socket (`SO_PEERCRED`).
+pub fn peer(socket: &UnixStream) -> Result<Peer, HandoverError> {
+    kernel::peer_credentials(socket.as_fd()).map_err(HandoverError::Peer)
+}
+
+/// The process whose guest is paged. Held by a pidfd, so that the number cannot be reused
+/// unnoticed.
+#[derive(Debug)]
+pub struct Vmm {
+    /// Process id.
+    pub pid: i32,
+    /// Field 22 of `/proc/PID/stat`: with the pid it names a process across our own restarts.
+    pub start_time: u64,
+    pidfd: OwnedFd,
+}
+
+impl Vmm {
+    /// Opens the process `pid`; fails where it is gone.
+    pub fn open(pid: i32) -> Result<Self, HandoverError> {
+        let gone = |source| HandoverError::VmmGone { pid, source };
+        let pidfd = kernel::pidfd_open(pid).map_err(gone)?;
+        let start_time = discover::start_time(pid).map_err(gone)?;
+        Ok(Self {
+            pid,
+            start_time,
+            pidfd,
+        })
+    }
+
+    /// Opens the process `pid` only if it is still the one that started at `start_time`.
+    pub fn reopen(pid: i32, start_time: u64) -> Result<Self, HandoverError> {
+        let vmm = Self::open(pid)?;
+        if vmm.start_time == start_time {
+            Ok(vmm)
+        } else {
+            Err(HandoverError::VmmGone {
+                pid,
+                source: io::Error::from_raw_os_error(libc::ESRCH),
+            })
+        }
+    }
+
+    /// The pidfd: readable (poll) once the process has ended.
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    /// Whether the process has ended.
+    pub fn has_ended(&self) -> bool {
+        kernel::poll_readable(self.pidfd.as_fd(), Some(Duration::ZERO)).unwrap_or(true)
+    }
+
+    /// A duplicate of one of its descriptors.
+    pub fn fetch(&self, number: RawFd) -> io::Result<OwnedFd> {
+        kernel::pidfd_getfd(self.pidfd.as_fd(), number)
+    }
+
+    /// Duplicates of userfaultfds that an earlier hand-over left in the VMM: how a restarted
+    /// backend takes a guest over. Each is checked to be a userfaultfd.
+    pub fn fetch_uffds(&self, numbers: &[RawFd]) -> Result<Vec<OwnedFd>, HandoverError> {
+        numbers
+            .iter()
+            .map(|&number| {
+                let fetched = self
+                    .fetch(number)
+                    .and_then(|fd| kernel::expect_uffd(fd.as_fd()).map(|()| fd));
+                fetched.map_err(|source| HandoverError::Fetch {
+                    pid: self.pid,
+                    number,
+                    source,
+                })
+            })
+            .collect()
+    }
+}
+
+impl AsRawFd for Vmm {
+    fn as_raw_fd(&self) -> RawFd {
+        self.pidfd.as_raw_fd()
+    }
+}
+
+/// How the userfaultfds were obtained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Way {
+    /// The VMM's own `/dev/userfaultfd`.
+    Device,
+    /// Our `/dev/userfaultfd`, passed over the vhost-user socket.
+    PassedDevice,
+    /// `userfaultfd(2)`, with `vm.unprivileged_userfaultfd = 1`.
+    Syscall,
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Way::Device => "/dev/userfaultfd opened by QEMU",
+            Way::PassedDevice => "/dev/userfaultfd passed over the vhost-user socket",
+            Way::Syscall => "userfaultfd(2), vm.unprivileged_userfaultfd = 1",
+        })
+    }
+}
+
+/// What the hand-over may do.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Whether `userfaultfd(2)` may be used where the host's sysctl opens it to every user.
+    pub allow_sysctl: bool,
+    /// How long the whole hand-over may take. The VMM stands still for a small part of it.
+    pub timeout: Duration,
+    /// Ways that may be tried, in this order. For tests and for `doctor`; all by default.
+    pub ways: Vec<Way>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            allow_sysctl: false,
+            timeout: Duration::from_secs(10),
+            ways: vec![Way::Device, Way::PassedDevice, Way::Syscall],
+        }
+    }
+}
+
+/// A finished hand-over.
+#[derive(Debug)]
+pub struct HandedOver {
+    /// The userfaultfds, before `UFFDIO_API`; close-on-exec and non-blocking.
+    pub uffds: Vec<OwnedFd>,
+    /// Their numbers in the VMM, in the same order.
+    pub vmm_fd_numbers: Vec<RawFd>,
+    /// How they were obtained.
+    pub way: Way,
+}
+
+/// Why a hand-over failed. The VMM goes on as if nothing had happened.
+#[derive(Debug, thiserror::Error)]
+pub enum HandoverError {
+    /// The socket has no peer credentials.
+    #[error("cannot tell which process is at the other end of the vhost-user socket")]
+    Peer(#[source] io::Error),
+    /// The process ended (or never was).
+    #[error("the VMM (process {pid}) is gone")]
+    VmmGone {
+        /// Process.
+        pid: i32,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// More descriptors were asked for than [`MAX_UFFDS`], or none.
+    #[error("{0} userfaultfds were asked for: expected 1 to {MAX_UFFDS}")]
+    Count(usize),
+    /// The injector could not be started, or ended without a result.
+    #[error("the injector process failed: {0}")]
+    Injector(String),
+    /// The kernel does not let us trace the VMM.
+    #[error(
+        "tracing the VMM (process {pid}) is not permitted: {reason}; the backend needs CAP_SYS_PTRACE, \
+         kernel.yama.ptrace_scope below 3, and leave of AppArmor or SELinux (see 'outram doctor')"
+    )]
+    NotPermitted {
+        /// Process.
+        pid: i32,
+        /// What the kernel said, and who traces it already if anyone does.
+        reason: String,
+    },
+    /// The main thread was never found in a system call.
+    #[error(
+        "the VMM's main thread did not wait in a system call within {waited:?}: is it stuck or busy? \
+         Start the domain again"
+    )]
+    Busy {
+        /// How long it was tried.
+        waited: Duration,
+    },
+    /// No way to create a userfaultfd in the VMM is allowed.
+    #[error("no userfaultfd can be created in the VMM:{}", outcome::describe(.attempts))]
+    NoWay {
+        /// Each way tried, with its error and cure.
+        attempts: Vec<Attempt>,
+    },
+    /// A descriptor created in the VMM could not be fetched.
+    #[error("userfaultfd {number} of the VMM (process {pid}) cannot be fetched")]
+    Fetch {
+        /// Process.
+        pid: i32,
+        /// The descriptor's number there.
+        number: RawFd,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// The injection itself failed; everything was put back.
+    #[error("the injection into the VMM (process {pid}) failed: {detail}")]
+    Injection {
+        /// Process.
+        pid: i32,
+        /// At which step, and why.
+        detail: String,
+    },
+}
+
+/// Creates `uffd_count` userfaultfds in the VMM that waits for a reply on `socket` (our end).
+///
+/// Blocks for at most `options.timeout` and a second. Nothing of the vhost-user stream is
+/// consumed, and nothing is left in it, whatever the outcome.
+pub fn take(
+    vmm: &Vmm,
+    socket: &UnixStream,
+    uffd_count: usize,
+    options: &Options,
+) -> Result<HandedOver, HandoverError> {
+    if uffd_count == 0 || uffd_count > MAX_UFFDS {
+        return Err(HandoverError::Count(uffd_count));
+    }
+    let (numbers, way) = injector::run(vmm, socket, uffd_count, options)?;
+    let uffds = vmm.fetch_uffds(&numbers)?;
+    Ok(HandedOver {
+        uffds,
+        vmm_fd_numbers: numbers,
+        way,
+    })
+}
