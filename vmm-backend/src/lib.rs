@@ -1,4 +1,5 @@
 //! Pages one guest's RAM between its host and memory servers.
 
 pub mod device;
+pub mod engine;
 pub mod handover;

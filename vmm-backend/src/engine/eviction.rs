@@ -1,0 +1,216 @@
+//! One run of pages on its way out of the guest's memory, off the fault path.
+//!
+//! The order is what loses no store (see the kernel facts in the design): write-protect the
+//! range; read it into staging; write into the table what each page becomes; punch; wake. The
+//! range's protection is **never** lifted here: a reader may have brought a page back
+//! write-protected meanwhile, and lifting would lose its next store.
+//!
+//! Invariant 1 (a page's last copy is not dropped before another is safe) is this file's: nothing
+//! is punched whose bytes are not in staging, in its unchanged slot on a safe server, or in a word.
+
+use super::staging::Ticket;
+use super::table::{Entry, State};
+use super::tag::fill_word;
+use super::{PageIndex, PageRun, Shared};
+
+/// Pages a run has at most: range operations cost per page little more beyond this.
+pub const RUN_PAGES: u32 = 64;
+
+/// What an evictor needs of the world.
+pub trait EvictionPorts {
+    /// Write-protects the pages. Retries by itself while the VMM is changing its mappings.
+    fn protect(&mut self, run: PageRun) -> Result<(), EvictionError>;
+    /// Reads the run's pages into the staging slots of `tickets`, in order. Holes read as zero.
+    fn read(&mut self, run: PageRun, tickets: &[Ticket]) -> Result<(), EvictionError>;
+    /// The bytes of a staging slot.
+    fn staged(&self, ticket: Ticket) -> &[u8];
+    /// Punches the pages out of the guest's memory.
+    fn punch(&mut self, run: PageRun) -> Result<(), EvictionError>;
+    /// Whether the guest's memory has a page there, as the kernel says.
+    fn is_present(&mut self, page: PageIndex) -> bool;
+    /// Wakes all that wait in the range.
+    fn wake(&mut self, run: PageRun);
+}
+
+/// Why a run could not be evicted; its pages stay where they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EvictionError {
+    /// The VMM or the mapping is gone.
+    #[error("the VMM or its mapping is gone")]
+    Gone,
+    /// The kernel refused for a reason that may pass.
+    #[error("the kernel refused")]
+    Refused,
+}
+
+/// What became of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// Still in the guest's memory.
+    Stays,
+    /// Unchanged since it was fetched: dropped.
+    Clean,
+    /// Kept as a word.
+    Filled,
+    /// In staging.
+    Staged(Ticket),
+}
+
+/// A run handed to an evictor.
+#[derive(Debug)]
+pub struct Run {
+    /// Its pages; all of them `Busy` until the run is handed back.
+    pub pages: PageRun,
+    tickets: Vec<Ticket>,
+    /// What became of each page, once the run has ended.
+    pub fates: Vec<Fate>,
+    step: Step,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Protect,
+    Read,
+    Mark,
+    Punch,
+    Wake,
+    Ended,
+}
+
+impl Run {
+    /// A run of `pages`, with a staging slot for each.
+    pub fn new(pages: PageRun, tickets: Vec<Ticket>) -> Self {
+        assert_eq!(
+            tickets.len(),
+            pages.count as usize,
+            "a staging slot for each page"
+        );
+        let fates = vec![Fate::Stays; tickets.len()];
+        Self {
+            pages,
+            tickets,
+            fates,
+            step: Step::Protect,
+        }
+    }
+
+    /// Whether the run has ended, and is to be handed back.
+    pub fn has_ended(&self) -> bool {
+        self.step == Step::Ended
+    }
+
+    /// Takes the run one step further. On an error the pages stay, and the run ends.
+    pub fn advance(
+        &mut self,
+        shared: &Shared,
+        ports: &mut impl EvictionPorts,
+    ) -> Result<(), EvictionError> {
+        let done = match self.step {
+            Step::Protect => ports.protect(self.pages).map(|()| Step::Read),
+            Step::Read => ports.read(self.pages, &self.tickets).map(|()| Step::Mark),
+            Step::Mark => {
+                self.mark(shared, ports);
+                Ok(Step::Punch)
+            }
+            Step::Punch => ports.punch(self.pages).map(|()| Step::Wake),
+            Step::Wake => {
+                ports.wake(self.pages);
+                self.give_back_unused(shared);
+                Ok(Step::Ended)
+            }
+            Step::Ended => Ok(Step::Ended),
+        };
+        match done {
+            Ok(next) => {
+                self.step = next;
+                Ok(())
+            }
+            Err(error) => {
+                self.abandon(shared, ports);
+                Err(error)
+            }
+        }
+    }
+
+    /// Decides each page's fate and writes it into the table, before anything is punched.
+    fn mark(&mut self, shared: &Shared, ports: &impl EvictionPorts) {
+        for (number, page) in self.pages.pages().enumerate() {
+            let ticket = self.tickets[number];
+            let entry = shared.table.load(page);
+            let (fate, next) = decide(shared, page, &entry, ticket, ports.staged(ticket));
+            shared.table.store(
+                page,
+                &Entry {
+                    state: State::Busy,
+                    ..next
+                },
+            );
+            self.fates[number] = fate;
+        }
+    }
+
+    /// Ends the run early: what is still in the guest's memory stays, what a failed punch took
+    /// out went where the table says.
+    fn abandon(&mut self, shared: &Shared, ports: &mut impl EvictionPorts) {
+        for (page, fate) in self.pages.pages().zip(&mut self.fates) {
+            if self.step != Step::Punch || ports.is_present(page) {
+                *fate = Fate::Stays;
+            }
+        }
+        // Waiters retry, find their page protected, and are opened one by one.
+        ports.wake(self.pages);
+        self.give_back_unused(shared);
+        self.step = Step::Ended;
+    }
+
+    fn give_back_unused(&mut self, shared: &Shared) {
+        for (ticket, fate) in self.tickets.drain(..).zip(&self.fates) {
+            if !matches!(fate, Fate::Staged(_)) {
+                shared.staging.release(ticket.slot);
+            }
+        }
+    }
+}
+
+/// What a page with `bytes` becomes. The entry's slot is named in the result only if it stays its.
+fn decide(
+    shared: &Shared,
+    page: PageIndex,
+    entry: &Entry,
+    ticket: Ticket,
+    bytes: &[u8],
+) -> (Fate, Entry) {
+    if let Some(word) = fill_word(bytes) {
+        // The slot, if any, stays in the entry until the owner frees it.
+        return (
+            Fate::Filled,
+            Entry {
+                slot: entry.slot,
+                ..entry.into_filled(word)
+            },
+        );
+    }
+    if let Some(slot) = entry.slot.filter(|_| !entry.dirty) {
+        let unchanged =
+            entry.protected || shared.key.tag(page, entry.generation, bytes) == entry.tag;
+        if unchanged && shared.slots.is_safe(slot) {
+            return (
+                Fate::Clean,
+                Entry {
+                    protected: false,
+                    ..*entry
+                },
+            );
+        }
+    }
+    let generation = entry.generation.next();
+    let next = Entry {
+        dirty: true,
+        protected: false,
+        staging: Some(ticket.slot),
+        generation,
+        tag: shared.key.tag(page, generation, bytes),
+        ..*entry
+    };
+    (Fate::Staged(ticket), next)
+}

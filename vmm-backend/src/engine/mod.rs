@@ -1,0 +1,206 @@
+//! The pager's engine: page states, faults, eviction, reclaim. Pure: events in, calls on [`Ports`]
+//! out. It knows no file descriptor, socket, clock or thread, so that the whole of it runs in a
+//! seeded simulation.
+//!
+//! Ownership: a [`shard::Shard`] is the only writer of its pages' states. The one exception is a
+//! run handed to an evictor ([`eviction::Run`]): while its pages are `Busy`, the evictor alone
+//! writes their table entries, until the run is handed back.
+//!
+//! Lock order: [`staging::StagingPool`] and [`slots::SlotPool`] are leaf locks, never held
+//! together, nor across a call on a port.
+
+pub mod budget;
+pub mod eviction;
+pub mod policy;
+pub mod shard;
+pub mod slots;
+pub mod staging;
+pub mod stats;
+pub mod table;
+pub mod tag;
+
+use std::fmt;
+use std::sync::Arc;
+
+pub use outram_wire::units::PAGE_SIZE;
+
+/// A page of guest RAM: its place in the page table. Regions follow each other in the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PageIndex(pub u32);
+
+impl fmt::Display for PageIndex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Neighbouring pages of one shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PageRun {
+    /// First page.
+    pub first: PageIndex,
+    /// Number of pages, at least 1.
+    pub count: u32,
+}
+
+impl PageRun {
+    /// The run of one page.
+    pub fn single(page: PageIndex) -> Self {
+        Self {
+            first: page,
+            count: 1,
+        }
+    }
+
+    /// The pages in order.
+    pub fn pages(self) -> impl DoubleEndedIterator<Item = PageIndex> {
+        (self.first.0..self.first.0 + self.count).map(PageIndex)
+    }
+
+    /// Whether `page` is one of the run's.
+    pub fn contains(self, page: PageIndex) -> bool {
+        page.0 >= self.first.0 && page.0 - self.first.0 < self.count
+    }
+
+    /// One past the last page.
+    pub fn end(self) -> PageIndex {
+        PageIndex(self.first.0 + self.count)
+    }
+}
+
+/// Counts how often a page was staged; part of its integrity tag. 48 bits are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Generation(pub u64);
+
+impl Generation {
+    /// Largest generation that the table can hold: a page staged every microsecond reaches it
+    /// after nine years.
+    pub const MAX: u64 = (1 << 48) - 1;
+
+    /// The next generation.
+    ///
+    /// # Panics
+    /// Past [`Generation::MAX`]: a repeated generation would break the tags' binding.
+    pub fn next(self) -> Self {
+        assert!(self.0 < Self::MAX, "a page's generations are used up");
+        Self(self.0 + 1)
+    }
+}
+
+/// A place for a page in the staging area.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StagingSlot(pub u32);
+
+/// A place for a page on the memory servers: a group of slabs (one (group, slot) finds every
+/// copy) and the page's number in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SlotId {
+    /// The group of slabs; 24 bits are used.
+    pub group: u32,
+    /// The page within each slab of the group; 24 bits are used.
+    pub index: u32,
+}
+
+/// How an attempt to put a page into the guest's memory ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Install {
+    /// The page is in place and its waiters are awake.
+    Done,
+    /// A page was there already: it stays, counts as dirty, and has to be woken.
+    Exists,
+    /// The VMM is changing its mappings: read all events, then try again.
+    Again,
+    /// The VMM or the mapping is gone.
+    Gone,
+}
+
+/// Names one fetch, so that an answer to a cancelled one is told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FetchId(pub u64);
+
+/// A page to be read from the memory servers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fetch {
+    /// Comes back with the answer.
+    pub id: FetchId,
+    /// The page wanted.
+    pub page: PageIndex,
+    /// Where it lies.
+    pub slot: SlotId,
+}
+
+/// A page in staging, to be written to the memory servers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StagedPage {
+    /// The page.
+    pub page: PageIndex,
+    /// Where its bytes lie.
+    pub staging: staging::Ticket,
+    /// Its generation at staging.
+    pub generation: Generation,
+}
+
+/// Names a pin request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PinId(pub u64);
+
+/// Why pages could not be pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PinRefused {
+    /// A page is lost.
+    #[error("a page of the request is lost")]
+    Lost,
+    /// The guest is ending.
+    #[error("the guest is ending")]
+    Ending,
+}
+
+/// What a shard needs of the world. All calls but [`Ports::fetch`], [`Ports::start_run`] and
+/// [`Ports::write_back`] act at once; those three only hand work out.
+pub trait Ports {
+    /// Makes the pages zero and wakes their waiters; stops at the first that cannot be. Returns
+    /// how many were made, and how the attempt on the next one ended (`Done` where all were).
+    fn zero(&mut self, run: PageRun) -> (u32, Install);
+    /// Puts a page in place, write-protected if `protect`, and wakes its waiters.
+    fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install;
+    /// Puts a page in place from its staging slot and wakes its waiters.
+    fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install;
+    /// Lifts the write protection of one resident page and wakes its waiters.
+    fn unprotect(&mut self, page: PageIndex) -> Install;
+    /// Wakes waiters without changing anything.
+    fn wake(&mut self, run: PageRun);
+    /// Whether the guest's memory has a page there, as the kernel says.
+    fn is_present(&mut self, page: PageIndex) -> bool;
+    /// Starts reading a page; answered by [`shard::Shard::on_fetched`], after reconnecting if
+    /// need be. Returns false where the server is out of reach now.
+    fn fetch(&mut self, fetch: Fetch) -> bool;
+    /// Hands out a run; answered by [`shard::Shard::on_run_done`].
+    fn start_run(&mut self, run: eviction::Run);
+    /// Queues a page for write-back; answered by [`shard::Shard::on_written_back`].
+    fn write_back(&mut self, page: StagedPage);
+    /// Answers a pin request.
+    fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>);
+    /// Asks the other shards to evict, or to look for room.
+    fn alert_shards(&mut self);
+    /// Microseconds on a clock that never goes back.
+    fn now_us(&self) -> u64;
+}
+
+/// What all shards of a guest share.
+pub struct Shared {
+    /// States of all pages.
+    pub table: table::PageTable,
+    /// Host memory in use against the limit.
+    pub budget: budget::Budget,
+    /// Places in the staging area.
+    pub staging: staging::StagingPool,
+    /// Places on the memory servers.
+    pub slots: slots::SlotPool,
+    /// Key of the guest's integrity tags.
+    pub key: tag::TagKey,
+    /// Counters and gauges.
+    pub stats: stats::Stats,
+}
+
+/// [`Shared`], shared.
+pub type SharedRef = Arc<Shared>;

@@ -1,0 +1,630 @@
+//! One shard: the owner of a range of pages. Takes events about them, decides, and acts through
+//! its [`Ports`].
+//!
+//! Invariant 2 (every fault ends exactly once) is kept by `pending`: a page somebody waits for has
+//! one entry there, which ends in `complete` (answered), in a wake (the guest looks again), or
+//! stays for good because the page is lost.
+//!
+//! After any batch of events the caller calls [`Shard::pump`], which retries what could not be
+//! done, gives room to those who wait for it, and hands out runs to evict.
+
+mod pins;
+mod reclaim;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use super::policy::{Arrival, Policy};
+use super::stats::FaultKind;
+use super::table::{Entry, State};
+use super::{Fetch, FetchId, Install, PageIndex, PageRun, PinId, Ports, SharedRef};
+use pins::PinRequest;
+
+/// Pages made zero ahead of a guest that touches its memory in order, at most.
+const ZERO_AHEAD_MOST: u32 = 16;
+
+/// Reads of one page before bytes that do not match their tag are believed to be wrong for good.
+const FETCH_ATTEMPTS: u32 = 2;
+
+/// What a fault message says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The access was a store.
+    pub write: bool,
+    /// The page was there but write-protected.
+    pub protected: bool,
+}
+
+/// Why a fetch gave no bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FetchFailed {
+    /// The server says that the slot is not ours: its bytes are gone.
+    Gone,
+}
+
+/// What somebody who waits for a page waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wait {
+    /// Room under the limit.
+    Room,
+    /// The end of the run that the page is in.
+    Run,
+    /// Bytes from a server; room is counted for them.
+    Fetch { id: FetchId, attempt: u32 },
+    /// The VMM's mappings to settle.
+    Retry,
+    /// Nothing: the page is lost.
+    Lost,
+}
+
+/// All who wait for a page.
+#[derive(Debug)]
+struct Pending {
+    fault: Option<Fault>,
+    pins: Vec<PinId>,
+    since_us: u64,
+    wait: Wait,
+}
+
+impl Pending {
+    fn wants_write(&self) -> bool {
+        !self.pins.is_empty()
+            || self
+                .fault
+                .is_some_and(|fault| fault.write || fault.protected)
+    }
+}
+
+/// The owner of a range of pages.
+pub struct Shard<P: Ports> {
+    range: PageRun,
+    shared: SharedRef,
+    ports: P,
+    policy: Box<dyn Policy>,
+    pending: HashMap<PageIndex, Pending>,
+    waiting_for_room: VecDeque<PageIndex>,
+    retries: Vec<PageIndex>,
+    removed_while_busy: HashSet<PageIndex>,
+    /// Runs of pages whose mapping is in doubt: not to be evicted.
+    frozen: Vec<PageRun>,
+    pins: HashMap<PageIndex, u32>,
+    pin_requests: HashMap<PinId, PinRequest>,
+    next_fetch: u64,
+    runs_out: u32,
+    resident: u64,
+    alerted: bool,
+    ending: bool,
+    next_zero: PageIndex,
+    zero_ahead: u32,
+}
+
+impl<P: Ports> Shard<P> {
+    /// The owner of `range`, whose pages are as the table says.
+    pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
+        Self {
+            range,
+            shared,
+            ports,
+            policy,
+            pending: HashMap::new(),
+            waiting_for_room: VecDeque::new(),
+            retries: Vec::new(),
+            removed_while_busy: HashSet::new(),
+            frozen: Vec::new(),
+            pins: HashMap::new(),
+            pin_requests: HashMap::new(),
+            next_fetch: 0,
+            runs_out: 0,
+            resident: 0,
+            alerted: false,
+            ending: false,
+            next_zero: range.first,
+            zero_ahead: 1,
+        }
+    }
+
+    /// The shard's pages.
+    pub fn range(&self) -> PageRun {
+        self.range
+    }
+
+    /// What the shard acts through.
+    pub fn ports(&mut self) -> &mut P {
+        &mut self.ports
+    }
+
+    /// Takes over a page found in the guest's memory.
+    pub fn adopt_populated(&mut self, page: PageIndex) {
+        let entry = self.shared.table.load(page);
+        if entry.state != State::Resident {
+            self.shared.budget.force(1);
+            self.settle_resident(page, entry.into_dirty_resident(), Arrival::New);
+        }
+    }
+
+    /// Faults that wait for an answer now.
+    pub fn waiting_faults(&self) -> u64 {
+        self.pending
+            .values()
+            .filter(|pending| pending.fault.is_some())
+            .count() as u64
+    }
+
+    /// Faults that wait for a page that is lost.
+    pub fn lost_waiters(&self) -> u64 {
+        self.pending
+            .values()
+            .filter(|pending| pending.wait == Wait::Lost && pending.fault.is_some())
+            .count() as u64
+    }
+
+    /// Whether something has to be tried again soon.
+    pub fn has_retries(&self) -> bool {
+        !self.retries.is_empty()
+    }
+
+    /// The guest faulted.
+    pub fn on_fault(&mut self, page: PageIndex, fault: Fault) {
+        assert!(
+            self.range.contains(page),
+            "a fault on page {page} of another shard"
+        );
+        if let Some(pending) = self.pending.get_mut(&page) {
+            // Another vCPU, or the same once more after a signal: one answer wakes them all.
+            if let Some(known) = &mut pending.fault {
+                self.shared.stats.duplicates.count();
+                known.write |= fault.write;
+                known.protected |= fault.protected;
+            } else {
+                pending.fault = Some(fault);
+            }
+            return;
+        }
+        let since_us = self.ports.now_us();
+        let pending = Pending {
+            fault: Some(fault),
+            pins: Vec::new(),
+            since_us,
+            wait: Wait::Retry,
+        };
+        self.resolve(page, pending);
+    }
+
+    /// The guest gave pages back (balloon, free-page reporting).
+    pub fn on_removed(&mut self, run: PageRun) {
+        for page in run.pages() {
+            if self.shared.table.state(page) == State::Busy {
+                self.removed_while_busy.insert(page);
+            } else {
+                self.remove(page);
+            }
+        }
+    }
+
+    /// A fetch ended. `bytes` is a whole page.
+    pub fn on_fetched(&mut self, id: FetchId, page: PageIndex, bytes: Result<&[u8], FetchFailed>) {
+        let wait = self.pending.get(&page).map(|pending| pending.wait);
+        let Some(Wait::Fetch {
+            id: current,
+            attempt,
+        }) = wait
+        else {
+            return;
+        };
+        if current != id {
+            return;
+        }
+        let Some(pending) = self.pending.remove(&page) else {
+            return;
+        };
+        let entry = self.shared.table.load(page);
+        let Ok(bytes) = bytes else {
+            self.shared.budget.release(1);
+            self.lose(page, pending);
+            return;
+        };
+        if self.shared.key.tag(page, entry.generation, bytes) == entry.tag {
+            self.install_fetched(page, entry, bytes, pending);
+        } else if attempt + 1 < FETCH_ATTEMPTS {
+            self.start_fetch(page, entry, attempt + 1, pending);
+        } else {
+            self.shared.stats.integrity_failures.count();
+            self.shared.budget.release(1);
+            self.lose(page, pending);
+        }
+    }
+
+    /// Slabs are gone for good, with all that lay in them.
+    pub fn on_groups_lost(&mut self, groups: &HashSet<u32>) {
+        for page in self.range.pages() {
+            let entry = self.shared.table.load(page);
+            if !entry.slot.is_some_and(|slot| groups.contains(&slot.group)) {
+                continue;
+            }
+            match entry.state {
+                State::Stored => match self.pending.remove(&page) {
+                    Some(pending) => {
+                        if matches!(pending.wait, Wait::Fetch { .. }) {
+                            self.shared.budget.release(1);
+                        }
+                        self.leave_queues(page, pending.wait);
+                        self.lose(page, pending);
+                    }
+                    None => self.set(
+                        page,
+                        Entry {
+                            state: State::Lost,
+                            slot: None,
+                            ..entry
+                        },
+                    ),
+                },
+                State::Resident => {
+                    self.set(
+                        page,
+                        Entry {
+                            slot: None,
+                            dirty: true,
+                            protected: false,
+                            ..entry
+                        },
+                    );
+                }
+                // A run in work finds out when it ends.
+                _ => {}
+            }
+        }
+    }
+
+    /// The mapping of these pages is in doubt: nothing of them may be evicted until thawed.
+    pub fn freeze(&mut self, run: PageRun) {
+        self.frozen.push(run);
+    }
+
+    /// All mappings are known again.
+    pub fn thaw(&mut self) {
+        self.frozen.clear();
+    }
+
+    /// The guest is ending: nobody waits for pins any longer.
+    pub fn end(&mut self) {
+        self.ending = true;
+        self.refuse_all_pins();
+    }
+
+    /// Brings everything forward that waits for something else than an event.
+    pub fn pump(&mut self) {
+        for page in std::mem::take(&mut self.retries) {
+            if let Some(pending) = self.pending.remove(&page) {
+                self.resolve(page, pending);
+            }
+        }
+        while self.shared.budget.used() < self.shared.budget.limit() {
+            let Some(page) = self.waiting_for_room.pop_front() else {
+                break;
+            };
+            self.shared.budget.end_waiting();
+            if let Some(pending) = self.pending.remove(&page) {
+                self.resolve(page, pending);
+            }
+        }
+        self.schedule_runs();
+    }
+
+    /// Changes a page's entry, and all that is counted by it.
+    fn set(&mut self, page: PageIndex, entry: Entry) {
+        let before = self.shared.table.load(page);
+        let in_memory = |entry: &Entry| matches!(entry.state, State::Resident | State::Busy);
+        let keeps = |entry: &Entry| in_memory(entry) && entry.slot.is_some();
+        if keeps(&before) && !keeps(&entry) {
+            self.shared.slots.end_keep();
+        }
+        match (in_memory(&before), in_memory(&entry)) {
+            (false, true) => self.resident += 1,
+            (true, false) => self.resident -= 1,
+            _ => {}
+        }
+        self.shared.stats.moved(before.state, entry.state);
+        self.shared.table.store(page, &entry);
+    }
+
+    fn settle_resident(&mut self, page: PageIndex, entry: Entry, arrival: Arrival) {
+        self.set(page, entry);
+        self.policy.arrived(page, arrival);
+    }
+
+    /// Gives a page to those who wait for it, or says what they wait for.
+    fn resolve(&mut self, page: PageIndex, pending: Pending) {
+        let entry = self.shared.table.load(page);
+        match entry.state {
+            State::Busy => self.wait_for(page, Wait::Run, pending),
+            State::Resident => self.resolve_resident(page, entry, pending),
+            State::Lost => self.lose(page, pending),
+            // A store to a page that was evicted meanwhile: it has to fault again to be answered.
+            _ if pending.pins.is_empty() && pending.fault.is_some_and(|fault| fault.protected) => {
+                self.ports.wake(PageRun::single(page));
+            }
+            _ if !self.shared.budget.acquire(1) => {
+                self.shared.stats.stalls_limit.count();
+                self.shared.budget.start_waiting();
+                self.waiting_for_room.push_back(page);
+                self.wait_for(page, Wait::Room, pending);
+            }
+            State::Absent => self.zero_fill(page, pending),
+            State::Filled => self.install_filled(page, entry, pending),
+            State::Staged => self.take_back(page, entry, pending),
+            State::Stored => self.start_fetch(page, entry, 0, pending),
+        }
+    }
+
+    fn wait_for(&mut self, page: PageIndex, wait: Wait, mut pending: Pending) {
+        pending.wait = wait;
+        self.pending.insert(page, pending);
+    }
+
+    fn leave_queues(&mut self, page: PageIndex, wait: Wait) {
+        match wait {
+            Wait::Room => {
+                self.waiting_for_room.retain(|waiting| *waiting != page);
+                self.shared.budget.end_waiting();
+            }
+            Wait::Retry => self.retries.retain(|retry| *retry != page),
+            _ => {}
+        }
+    }
+
+    fn retry_later(&mut self, page: PageIndex, pending: Pending) {
+        self.retries.push(page);
+        self.wait_for(page, Wait::Retry, pending);
+    }
+
+    fn resolve_resident(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
+        let protected = pending.fault.is_some_and(|fault| fault.protected);
+        if !protected && !self.ports.is_present(page) {
+            // Discarded a moment ago; the event that says so is still to come.
+            self.remove(page);
+            self.resolve(page, pending);
+            return;
+        }
+        if protected {
+            // Known as possibly written before the guest can write it.
+            self.set(
+                page,
+                Entry {
+                    protected: false,
+                    ..entry
+                },
+            );
+            match self.ports.unprotect(page) {
+                Install::Again => return self.retry_later(page, pending),
+                Install::Gone => return,
+                Install::Done | Install::Exists => {}
+            }
+            self.complete(page, FaultKind::Protected, pending);
+        } else {
+            if pending.fault.is_some() {
+                self.shared.stats.duplicates.count();
+                self.ports.wake(PageRun::single(page));
+            }
+            self.complete_pins(page, &pending);
+        }
+    }
+
+    /// Everyone who waited has the page.
+    fn complete(&mut self, page: PageIndex, kind: FaultKind, pending: Pending) {
+        if pending.fault.is_some() {
+            let took_us = self.ports.now_us().saturating_sub(pending.since_us);
+            self.shared.stats.note_fault(kind, took_us);
+        }
+        self.complete_pins(page, &pending);
+    }
+
+    /// Ends an attempt to install a page for which room was counted. `entry` is what the page
+    /// becomes if its bytes went in.
+    fn end_install(
+        &mut self,
+        page: PageIndex,
+        how: Install,
+        entry: Entry,
+        arrival: Arrival,
+        kind: FaultKind,
+        pending: Pending,
+    ) {
+        match how {
+            Install::Done => {
+                self.settle_resident(page, entry, arrival);
+                self.complete(page, kind, pending);
+            }
+            Install::Exists => {
+                // Whoever was faster has the newer bytes.
+                self.settle_resident(page, entry.into_dirty_resident(), arrival);
+                self.ports.wake(PageRun::single(page));
+                self.complete(page, kind, pending);
+            }
+            Install::Again => {
+                self.shared.budget.release(1);
+                self.retry_later(page, pending);
+            }
+            Install::Gone => self.shared.budget.release(1),
+        }
+    }
+
+    fn zero_fill(&mut self, page: PageIndex, pending: Pending) {
+        self.zero_ahead = match page == self.next_zero {
+            true => (self.zero_ahead * 2).min(ZERO_AHEAD_MOST),
+            false => 1,
+        };
+        let ahead = (1..self.zero_ahead)
+            .map(|offset| PageIndex(page.0 + offset))
+            .take_while(|next| self.range.contains(*next))
+            .take_while(|next| self.shared.table.state(*next) == State::Absent)
+            .take_while(|next| !self.pending.contains_key(next))
+            .count() as u64;
+        let mut ahead = ahead.min(self.shared.budget.spare());
+        if ahead > 0 && !self.shared.budget.acquire(ahead) {
+            ahead = 0;
+        }
+        let run = PageRun {
+            first: page,
+            count: ahead as u32 + 1,
+        };
+        let (made, how) = self.ports.zero(run);
+        self.next_zero = PageIndex(page.0 + made.max(1));
+        self.shared
+            .budget
+            .release(ahead - u64::from(made.saturating_sub(1)));
+        for next in run.pages().skip(1).take(made.saturating_sub(1) as usize) {
+            let entry = self.shared.table.load(next).into_dirty_resident();
+            self.settle_resident(next, entry, Arrival::New);
+        }
+        let how = if made > 0 { Install::Done } else { how };
+        let entry = self.shared.table.load(page).into_dirty_resident();
+        self.end_install(page, how, entry, Arrival::New, FaultKind::Zero, pending);
+    }
+
+    fn install_filled(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
+        let word = entry.fill_word();
+        let how = if word == 0 {
+            self.ports.zero(PageRun::single(page)).1
+        } else {
+            let mut bytes = [0; super::PAGE_SIZE];
+            bytes
+                .chunks_exact_mut(8)
+                .for_each(|chunk| chunk.copy_from_slice(&word.to_ne_bytes()));
+            self.ports.copy(page, &bytes, false)
+        };
+        let next = entry.into_dirty_resident();
+        self.end_install(page, how, next, Arrival::New, FaultKind::Filled, pending);
+    }
+
+    fn take_back(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
+        let Some(slot) = entry.staging else {
+            self.shared.budget.release(1);
+            return self.lose(page, pending);
+        };
+        let how = self.ports.copy_staged(page, slot);
+        if matches!(how, Install::Done | Install::Exists) {
+            self.shared.staging.release(slot);
+        }
+        // The tag stays: if a write-back in work ends, its slot is a good copy of these bytes.
+        let next = Entry {
+            tag: entry.tag,
+            ..entry.into_dirty_resident()
+        };
+        self.end_install(
+            page,
+            how,
+            next,
+            Arrival::Refault,
+            FaultKind::Staged,
+            pending,
+        );
+    }
+
+    fn start_fetch(&mut self, page: PageIndex, entry: Entry, attempt: u32, pending: Pending) {
+        let Some(slot) = entry.slot else {
+            self.shared.budget.release(1);
+            return self.lose(page, pending);
+        };
+        let id = FetchId(self.next_fetch);
+        self.next_fetch += 1;
+        self.wait_for(page, Wait::Fetch { id, attempt }, pending);
+        if !self.ports.fetch(Fetch { id, page, slot }) {
+            self.shared.stats.stalls_server.count();
+        }
+    }
+
+    fn install_fetched(&mut self, page: PageIndex, entry: Entry, bytes: &[u8], pending: Pending) {
+        let slot = entry.slot.filter(|_| self.shared.slots.try_keep());
+        let protect = slot.is_some() && !pending.wants_write();
+        let how = self.ports.copy(page, bytes, protect);
+        let next = match slot {
+            Some(_) => Entry {
+                state: State::Resident,
+                protected: protect,
+                ..entry
+            },
+            None => entry.into_dirty_resident(),
+        };
+        let keeps = slot.is_some() && how == Install::Done;
+        if slot.is_some() && !keeps {
+            self.shared.slots.end_keep();
+        }
+        if let Some(slot) = entry.slot
+            && !keeps
+            && matches!(how, Install::Done | Install::Exists)
+        {
+            self.shared.slots.free(slot);
+        }
+        self.end_install(page, how, next, Arrival::New, FaultKind::Remote, pending);
+    }
+
+    /// The page's bytes are gone: nothing wrong is ever given instead.
+    fn lose(&mut self, page: PageIndex, pending: Pending) {
+        let entry = self.shared.table.load(page);
+        if entry.state != State::Lost {
+            if let Some(slot) = entry.slot {
+                self.shared.slots.free(slot);
+            }
+            self.set(
+                page,
+                Entry {
+                    state: State::Lost,
+                    slot: None,
+                    staging: None,
+                    ..entry
+                },
+            );
+        }
+        self.refuse_pins_of(&pending);
+        if pending.fault.is_some() {
+            self.shared.stats.lost_faults.count();
+            self.wait_for(
+                page,
+                Wait::Lost,
+                Pending {
+                    pins: Vec::new(),
+                    ..pending
+                },
+            );
+        }
+    }
+
+    /// The guest gave a page back: it is zero from now on, unless it was touched again already.
+    fn remove(&mut self, page: PageIndex) {
+        let entry = self.shared.table.load(page);
+        let resident = entry.state == State::Resident;
+        if resident && self.ports.is_present(page) {
+            return self.keep_as_dirty(page, entry);
+        }
+        if resident {
+            self.shared.budget.release(1);
+        }
+        if let Some(slot) = entry.slot {
+            self.shared.slots.free(slot);
+        }
+        if let Some(slot) = entry.staging {
+            self.shared.staging.release(slot);
+        }
+        if entry.state != State::Absent {
+            self.shared.stats.removed.count();
+            self.set(page, entry.into_absent());
+        }
+        // Whoever waits for the old bytes gets zeros.
+        if let Some(pending) = self.pending.remove(&page) {
+            if matches!(pending.wait, Wait::Fetch { .. }) {
+                self.shared.budget.release(1);
+            }
+            self.leave_queues(page, pending.wait);
+            self.resolve(page, pending);
+        }
+    }
+
+    fn keep_as_dirty(&mut self, page: PageIndex, entry: Entry) {
+        if let Some(slot) = entry.slot {
+            self.shared.slots.free(slot);
+        }
+        self.set(page, entry.into_dirty_resident());
+    }
+}

@@ -1,0 +1,224 @@
+//! Runs out to evictors and back, and write-back.
+
+use super::*;
+use crate::engine::eviction::{Fate, RUN_PAGES, Run};
+use crate::engine::{SlotId, StagedPage};
+
+/// Runs handed out at once: one in work, one waiting, so that an evictor never idles, and two for
+/// those that end together.
+const RUNS_OUT_MOST: u32 = 4;
+
+impl<P: Ports> Shard<P> {
+    /// Hands out runs while the guest is above its watermark.
+    pub(super) fn schedule_runs(&mut self) {
+        while self.runs_out < RUNS_OUT_MOST && !self.ending {
+            let share = self.share_of_shortage();
+            let most = share.min(RUN_PAGES).min(self.shared.staging.available());
+            if most == 0 || !self.hand_out_run(most) {
+                break;
+            }
+        }
+        // Other shards may have what this one lacks.
+        let pressed = self.shared.budget.is_pressed();
+        if pressed && !self.alerted {
+            self.ports.alert_shards();
+        }
+        self.alerted = pressed;
+    }
+
+    /// The part of the shortage that falls to this shard, by its share of resident pages.
+    fn share_of_shortage(&self) -> u32 {
+        let shortage = self.shared.budget.shortage();
+        let all = self.shared.stats.pages(State::Resident) + self.shared.stats.pages(State::Busy);
+        let share =
+            (u128::from(shortage) * u128::from(self.resident)).div_ceil(u128::from(all.max(1)));
+        u32::try_from(share).unwrap_or(u32::MAX)
+    }
+
+    fn hand_out_run(&mut self, most: u32) -> bool {
+        let Some(mut tickets) = self.shared.staging.take(most) else {
+            return false;
+        };
+        let Self {
+            policy,
+            shared,
+            pins,
+            pending,
+            frozen,
+            ..
+        } = self;
+        let chosen = policy.choose(most, &mut |page| {
+            shared.table.state(page) == State::Resident
+                && !pins.contains_key(&page)
+                && !pending.contains_key(&page)
+                && !frozen.iter().any(|run| run.contains(page))
+        });
+        let count = chosen.map_or(0, |run| run.count);
+        for unused in tickets.split_off(count as usize) {
+            self.shared.staging.release(unused.slot);
+        }
+        let Some(pages) = chosen else { return false };
+        for page in pages.pages() {
+            let entry = self.shared.table.load(page);
+            self.set(
+                page,
+                Entry {
+                    state: State::Busy,
+                    ..entry
+                },
+            );
+        }
+        self.shared.budget.start_evicting(u64::from(count));
+        self.runs_out += 1;
+        self.ports.start_run(Run::new(pages, tickets));
+        true
+    }
+
+    /// An evictor hands a run back.
+    pub fn on_run_done(&mut self, run: &Run) {
+        assert!(run.has_ended(), "a run came back before its end");
+        self.runs_out -= 1;
+        self.shared.budget.end_evicting(u64::from(run.pages.count));
+        if run.fates.contains(&Fate::Stays) {
+            self.shared.stats.failed_runs.count();
+        }
+        for (page, fate) in run.pages.pages().zip(&run.fates) {
+            self.settle_fate(page, *fate);
+        }
+        for page in run.pages.pages() {
+            if self.removed_while_busy.remove(&page) {
+                self.remove(page);
+            } else if let Some(pending) = self.pending.remove(&page) {
+                self.resolve(page, pending);
+            }
+        }
+        if self.shared.budget.waiting() > 0 {
+            self.ports.alert_shards();
+        }
+    }
+
+    fn settle_fate(&mut self, page: PageIndex, fate: Fate) {
+        let entry = self.shared.table.load(page);
+        let stats = &self.shared.stats;
+        match fate {
+            Fate::Stays => {
+                self.keep_as_dirty(page, entry);
+                self.policy.arrived(page, Arrival::New);
+                return;
+            }
+            Fate::Clean => {
+                stats.evicted_clean.count();
+                let safe = entry
+                    .slot
+                    .is_some_and(|slot| self.shared.slots.place(slot).is_some());
+                let state = if safe { State::Stored } else { State::Lost };
+                self.set(
+                    page,
+                    Entry {
+                        state,
+                        slot: entry.slot.filter(|_| safe),
+                        ..entry
+                    },
+                );
+            }
+            Fate::Filled => {
+                stats.evicted_filled.count();
+                self.free_slot(entry.slot);
+                self.set(
+                    page,
+                    Entry {
+                        state: State::Filled,
+                        slot: None,
+                        ..entry
+                    },
+                );
+            }
+            Fate::Staged(ticket) => {
+                stats.evicted_staged.count();
+                self.free_slot(entry.slot);
+                self.set(
+                    page,
+                    Entry {
+                        state: State::Staged,
+                        slot: None,
+                        ..entry
+                    },
+                );
+                let generation = entry.generation;
+                self.ports.write_back(StagedPage {
+                    page,
+                    staging: ticket,
+                    generation,
+                });
+            }
+        }
+        self.shared.budget.release(1);
+    }
+
+    fn free_slot(&self, slot: Option<SlotId>) {
+        if let Some(slot) = slot {
+            self.shared.slots.free(slot);
+        }
+    }
+
+    /// A write-back ended: the page's bytes lie in `slot`.
+    pub fn on_written_back(&mut self, staged: StagedPage, slot: SlotId) {
+        let page = staged.page;
+        let is_held = self.shared.staging.end_write(staged.staging);
+        let entry = self.shared.table.load(page);
+        let same = entry.generation == staged.generation;
+        if self.shared.slots.place(slot).is_none() {
+            // Lost again before we knew: what staging still has is written anew.
+            if is_held {
+                self.ports.write_back(staged);
+            }
+            return;
+        }
+        self.shared.stats.written_back.count();
+        match entry.state {
+            State::Staged if is_held => {
+                assert!(
+                    same,
+                    "a staging slot held by another generation of page {page}"
+                );
+                self.shared.staging.release(staged.staging.slot);
+                self.set(
+                    page,
+                    Entry {
+                        state: State::Stored,
+                        dirty: false,
+                        staging: None,
+                        slot: Some(slot),
+                        ..entry
+                    },
+                );
+            }
+            // Taken back while it was being written, and not staged again since: the slot is a
+            // good copy of the bytes that the tag describes.
+            State::Resident
+                if same
+                    && entry.slot.is_none()
+                    && !self.is_pinned(page)
+                    && self.shared.slots.try_keep() =>
+            {
+                self.set(
+                    page,
+                    Entry {
+                        dirty: false,
+                        protected: false,
+                        slot: Some(slot),
+                        ..entry
+                    },
+                );
+            }
+            _ => self.shared.slots.free(slot),
+        }
+    }
+
+    /// A write-back was not needed, or could not be placed: the page stays in staging.
+    pub fn on_write_abandoned(&mut self, staged: StagedPage) {
+        if self.shared.staging.end_write(staged.staging) {
+            self.ports.write_back(staged);
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Deterministic tests of one shard against a scripted world.

@@ -1,0 +1,370 @@
+//! Places on the memory servers: which slabs are leased, and which of their slots hold a page.
+//!
+//! Slots belong to a *group* of slabs, so that copies and parity can be found by one (group, slot)
+//! without more bytes a page. A group has one slab now. Pages are placed in the fullest group
+//! that has room, so that sparse ones empty out and can be given back.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+use super::SlotId;
+
+/// A server in its configured order.
+pub type ServerIndex = usize;
+
+/// A slab: the server that lends it, and its number there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SlabRef {
+    /// The server.
+    pub server: ServerIndex,
+    /// The slab's number at that server.
+    pub slab: u64,
+}
+
+/// Where a slot's bytes lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The slab.
+    pub slab: SlabRef,
+    /// Page within the slab.
+    pub index: u32,
+}
+
+#[derive(Debug)]
+struct Group {
+    slab: SlabRef,
+    /// A set bit is a free slot.
+    free: Vec<u64>,
+    slots: u32,
+    used: u32,
+    /// The server wants the slab back: nothing new is placed in it.
+    vacating: bool,
+}
+
+impl Group {
+    fn take(&mut self) -> Option<u32> {
+        let word = self.free.iter().position(|word| *word != 0)?;
+        let bit = self.free[word].trailing_zeros();
+        self.free[word] &= !(1 << bit);
+        self.used += 1;
+        Some(word as u32 * 64 + bit)
+    }
+
+    fn put_back(&mut self, index: u32) {
+        let (word, bit) = (index as usize / 64, 1u64 << (index % 64));
+        assert!(self.free[word] & bit == 0, "slot {index} freed twice");
+        self.free[word] |= bit;
+        self.used -= 1;
+    }
+
+    fn room(&self) -> u32 {
+        if self.vacating {
+            0
+        } else {
+            self.slots - self.used
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Groups {
+    groups: Vec<Option<Group>>,
+    releasable: Vec<SlabRef>,
+}
+
+impl Groups {
+    fn room(&self) -> u64 {
+        self.groups
+            .iter()
+            .flatten()
+            .map(|group| u64::from(group.room()))
+            .sum()
+    }
+}
+
+/// All slots of a guest. A leaf lock guards the groups.
+#[derive(Debug)]
+pub struct SlotPool {
+    groups: Mutex<Groups>,
+    connected: Vec<AtomicBool>,
+    kept: AtomicU64,
+    keep_allowance: AtomicU64,
+}
+
+impl SlotPool {
+    /// A pool over `servers` servers, none of them connected yet.
+    pub fn new(servers: usize) -> Self {
+        Self {
+            groups: Mutex::default(),
+            connected: (0..servers).map(|_| AtomicBool::new(false)).collect(),
+            kept: AtomicU64::new(0),
+            keep_allowance: AtomicU64::new(0),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Groups> {
+        // Each change of a group is complete before anything in it can panic.
+        self.groups
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Notes whether a server is connected *and* its lease valid.
+    pub fn set_connected(&self, server: ServerIndex, connected: bool) {
+        self.connected[server].store(connected, Ordering::Release);
+    }
+
+    /// Whether the server is connected and its lease valid.
+    pub fn is_connected(&self, server: ServerIndex) -> bool {
+        self.connected[server].load(Ordering::Acquire)
+    }
+
+    /// Adds a leased slab of `slots` pages.
+    pub fn add_slab(&self, slab: SlabRef, slots: u32) {
+        let mut inner = self.lock();
+        let mut free = vec![u64::MAX; (slots as usize).div_ceil(64)];
+        if !slots.is_multiple_of(64) {
+            *free.last_mut().expect("a slab has at least one slot") = (1 << (slots % 64)) - 1;
+        }
+        let group = Some(Group {
+            slab,
+            free,
+            slots,
+            used: 0,
+            vacating: false,
+        });
+        // A group's number is never used again: a slot of a slab that is gone stays known as such.
+        inner.groups.push(group);
+    }
+
+    /// Takes up to `count` slots on connected servers.
+    pub fn allocate(&self, count: usize) -> Vec<SlotId> {
+        let mut inner = self.lock();
+        let mut taken = Vec::with_capacity(count);
+        while taken.len() < count {
+            let fullest = inner
+                .groups
+                .iter_mut()
+                .enumerate()
+                .filter_map(|(number, group)| Some((number, group.as_mut()?)))
+                .filter(|(_, group)| group.room() > 0 && self.is_connected(group.slab.server))
+                .min_by_key(|(_, group)| group.room());
+            let Some((number, group)) = fullest else {
+                break;
+            };
+            while taken.len() < count {
+                let Some(index) = group.take() else { break };
+                taken.push(SlotId {
+                    group: number as u32,
+                    index,
+                });
+            }
+        }
+        taken
+    }
+
+    /// Frees a slot. A slab that becomes empty while others have room is queued for release.
+    pub fn free(&self, slot: SlotId) {
+        let mut inner = self.lock();
+        let Some(Some(group)) = inner.groups.get_mut(slot.group as usize) else {
+            // Its slab was lost meanwhile, and the slot with it.
+            return;
+        };
+        group.put_back(slot.index);
+        let (empty, vacating, size) = (group.used == 0, group.vacating, u64::from(group.slots));
+        // One empty slab is kept against lease traffic back and forth.
+        if empty && (vacating || inner.room() >= 2 * size) {
+            if let Some(group) = inner.groups[slot.group as usize].take() {
+                inner.releasable.push(group.slab);
+            }
+        }
+    }
+
+    /// Slabs emptied since the last call, to be given back to their servers.
+    pub fn drain_releasable(&self) -> Vec<SlabRef> {
+        std::mem::take(&mut self.lock().releasable)
+    }
+
+    /// Where a slot lies; `None` where its slab is gone.
+    pub fn place(&self, slot: SlotId) -> Option<Place> {
+        let inner = self.lock();
+        let group = inner.groups.get(slot.group as usize)?.as_ref()?;
+        Some(Place {
+            slab: group.slab,
+            index: slot.index,
+        })
+    }
+
+    /// Whether a slot's copy can be relied upon now: its server connected, its lease valid.
+    pub fn is_safe(&self, slot: SlotId) -> bool {
+        let inner = self.lock();
+        let group = inner
+            .groups
+            .get(slot.group as usize)
+            .and_then(Option::as_ref);
+        group.is_some_and(|group| !group.vacating && self.is_connected(group.slab.server))
+    }
+
+    /// Slots free on connected servers.
+    pub fn room(&self) -> u64 {
+        let inner = self.lock();
+        let groups = inner.groups.iter().flatten();
+        groups
+            .filter(|group| self.is_connected(group.slab.server))
+            .map(|group| u64::from(group.room()))
+            .sum()
+    }
+
+    /// Forgets slabs whose contents are gone, and names their groups. The caller must have every
+    /// shard drop those slots before a slab is added again.
+    pub fn forget(&self, lost: &[SlabRef]) -> HashSet<u32> {
+        let mut inner = self.lock();
+        let mut forgotten = HashSet::new();
+        for (number, group) in inner.groups.iter_mut().enumerate() {
+            if group
+                .as_ref()
+                .is_some_and(|group| lost.contains(&group.slab))
+            {
+                *group = None;
+                forgotten.insert(number as u32);
+            }
+        }
+        forgotten
+    }
+
+    /// Stops placing pages in a slab that its server wants back, and names its group; an empty
+    /// slab is queued for release at once.
+    pub fn vacate(&self, slab: SlabRef) -> Option<u32> {
+        let mut inner = self.lock();
+        let number = inner
+            .groups
+            .iter()
+            .position(|group| group.as_ref().is_some_and(|group| group.slab == slab))?;
+        let group = inner.groups[number].as_mut()?;
+        group.vacating = true;
+        if group.used == 0 {
+            inner.groups[number] = None;
+            inner.releasable.push(slab);
+            return None;
+        }
+        Some(number as u32)
+    }
+
+    /// Slabs leased and pages in them, of one server.
+    pub fn usage(&self, server: ServerIndex) -> (u64, u64) {
+        let inner = self.lock();
+        let groups = inner
+            .groups
+            .iter()
+            .flatten()
+            .filter(|group| group.slab.server == server);
+        groups.fold((0, 0), |(slabs, pages), group| {
+            (slabs + 1, pages + u64::from(group.used))
+        })
+    }
+
+    /// Sets how many resident pages may keep their slot besides.
+    pub fn set_keep_allowance(&self, pages: u64) {
+        self.keep_allowance.store(pages, Ordering::Relaxed);
+    }
+
+    /// Whether one more resident page may keep its slot, and counts it if so.
+    pub fn try_keep(&self) -> bool {
+        let allowance = self.keep_allowance.load(Ordering::Relaxed);
+        self.kept
+            .fetch_update(Ordering::AcqRel, Ordering::Relaxed, |kept| {
+                (kept < allowance).then_some(kept + 1)
+            })
+            .is_ok()
+    }
+
+    /// A resident page no longer keeps its slot.
+    pub fn end_keep(&self) {
+        self.kept.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Resident pages that keep their slot.
+    pub fn kept(&self) -> u64 {
+        self.kept.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SLAB: SlabRef = SlabRef { server: 0, slab: 7 };
+
+    fn pool(slabs: u64, slots: u32) -> SlotPool {
+        let pool = SlotPool::new(1);
+        pool.set_connected(0, true);
+        for slab in 0..slabs {
+            pool.add_slab(
+                SlabRef {
+                    server: 0,
+                    slab: 7 + slab,
+                },
+                slots,
+            );
+        }
+        pool
+    }
+
+    #[test]
+    fn each_slot_is_handed_out_once() {
+        let pool = pool(2, 70);
+        let taken: HashSet<_> = pool.allocate(1000).into_iter().collect();
+        assert_eq!(taken.len(), 140);
+        assert!(taken.iter().all(|slot| slot.index < 70));
+        assert_eq!(pool.room(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "freed twice")]
+    fn a_slot_freed_twice_is_caught() {
+        let pool = pool(1, 4);
+        let slots = pool.allocate(2);
+        pool.free(slots[0]);
+        pool.free(slots[0]);
+    }
+
+    #[test]
+    fn an_emptied_slab_is_given_back_while_others_have_room() {
+        let pool = pool(2, 4);
+        let slots = pool.allocate(8);
+        slots[..4].iter().for_each(|slot| pool.free(*slot));
+        assert!(
+            pool.drain_releasable().is_empty(),
+            "one slab's room is kept"
+        );
+        slots[4..].iter().for_each(|slot| pool.free(*slot));
+        assert_eq!(pool.drain_releasable().len(), 1);
+    }
+
+    #[test]
+    fn nothing_is_placed_on_a_server_out_of_reach() {
+        let pool = pool(1, 4);
+        pool.set_connected(0, false);
+        assert!(pool.allocate(1).is_empty());
+    }
+
+    #[test]
+    fn a_vacated_slab_takes_nothing_new_and_goes_when_empty() {
+        let pool = pool(1, 4);
+        let slots = pool.allocate(1);
+        assert!(pool.vacate(SLAB).is_some());
+        assert!(pool.allocate(1).is_empty());
+        pool.free(slots[0]);
+        assert_eq!(pool.drain_releasable(), [SLAB]);
+    }
+
+    #[test]
+    fn slots_of_a_lost_slab_are_gone() {
+        let pool = pool(1, 4);
+        let slot = pool.allocate(1)[0];
+        assert_eq!(pool.forget(&[SLAB]).len(), 1);
+        assert_eq!(pool.place(slot), None);
+        pool.free(slot);
+    }
+}

@@ -1,0 +1,254 @@
+//! Places in the staging area, and who holds each.
+//!
+//! A slot is taken when a run starts and held by its page while that is `Staged`. The writer
+//! claims it for the time of a write; a page taken back meanwhile leaves the slot to the writer's
+//! end. Tickets carry a turn number, so that a stale write-back order finds out that the slot has
+//! moved on.
+
+use std::sync::Mutex;
+
+use super::StagingSlot;
+
+/// A slot at one turn of its use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ticket {
+    /// The place.
+    pub slot: StagingSlot,
+    turn: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    /// Not in use; on the free list.
+    Free,
+    /// Not in use, and not to be used: beyond the capacity.
+    Retired,
+    /// Holds a page's bytes.
+    Held,
+    /// Holds a page's bytes, which are being written to a server.
+    Writing,
+    /// Being written, but no page's any longer.
+    Orphaned,
+}
+
+#[derive(Debug)]
+struct Slots {
+    uses: Vec<(Use, u32)>,
+    free: Vec<u32>,
+    capacity: u32,
+    retired: Vec<StagingSlot>,
+}
+
+/// The slots of a staging area; a leaf lock guards them.
+#[derive(Debug)]
+pub struct StagingPool {
+    slots: Mutex<Slots>,
+}
+
+impl StagingPool {
+    /// A pool of `capacity` slots.
+    pub fn new(capacity: u32) -> Self {
+        let pool = Self {
+            slots: Mutex::new(Slots {
+                uses: Vec::new(),
+                free: Vec::new(),
+                capacity: 0,
+                retired: Vec::new(),
+            }),
+        };
+        pool.set_capacity(capacity);
+        pool
+    }
+
+    fn slots(&self) -> std::sync::MutexGuard<'_, Slots> {
+        // A panic elsewhere does not make the slots' states wrong: each change is one assignment.
+        self.slots
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Changes the number of slots; backing memory for growth must be there before. Slots in use
+    /// beyond a smaller capacity are retired once free; those free are retired now.
+    pub fn set_capacity(&self, capacity: u32) {
+        let mut slots = self.slots();
+        slots.capacity = capacity;
+        let known = slots.uses.len() as u32;
+        for slot in known..capacity {
+            slots.uses.push((Use::Retired, 0));
+            debug_assert_eq!(slots.uses.len() as u32, slot + 1);
+        }
+        for slot in 0..slots.uses.len() as u32 {
+            let used = slots.uses[slot as usize].0;
+            if used == Use::Retired && slot < capacity {
+                slots.uses[slot as usize].0 = Use::Free;
+                slots.free.push(slot);
+                slots.retired.retain(|retired| retired.0 != slot);
+            } else if used == Use::Free && slot >= capacity {
+                slots.uses[slot as usize].0 = Use::Retired;
+                slots.retired.push(StagingSlot(slot));
+            }
+        }
+        slots.free.retain(|slot| *slot < capacity);
+        // Low numbers are handed out first.
+        slots.free.sort_unstable_by(|a, b| b.cmp(a));
+    }
+
+    /// Slots retired since the last call: their memory can be given back.
+    pub fn drain_retired(&self) -> Vec<StagingSlot> {
+        std::mem::take(&mut self.slots().retired)
+    }
+
+    /// Slots whose memory is not given back yet: in use or usable.
+    pub fn backed(&self) -> u64 {
+        let slots = self.slots();
+        let retired = slots
+            .uses
+            .iter()
+            .filter(|(used, _)| *used == Use::Retired)
+            .count();
+        (slots.uses.len() - retired + slots.retired.len()) as u64
+    }
+
+    /// Free slots.
+    pub fn available(&self) -> u32 {
+        self.slots().free.len() as u32
+    }
+
+    /// Slots in use.
+    pub fn in_use(&self) -> u32 {
+        let slots = self.slots();
+        let idle = |used: Use| matches!(used, Use::Free | Use::Retired);
+        slots.uses.iter().filter(|(used, _)| !idle(*used)).count() as u32
+    }
+
+    /// The capacity in slots.
+    pub fn capacity(&self) -> u32 {
+        self.slots().capacity
+    }
+
+    /// Takes `count` slots, or none.
+    pub fn take(&self, count: u32) -> Option<Vec<Ticket>> {
+        let mut slots = self.slots();
+        let keep = slots.free.len().checked_sub(count as usize)?;
+        let mut taken = slots.free.split_off(keep);
+        taken.reverse();
+        let ticket = |slot: u32, slots: &mut Slots| {
+            let (used, turn) = &mut slots.uses[slot as usize];
+            debug_assert_eq!(*used, Use::Free);
+            *used = Use::Held;
+            *turn = turn.wrapping_add(1);
+            Ticket {
+                slot: StagingSlot(slot),
+                turn: *turn,
+            }
+        };
+        Some(
+            taken
+                .into_iter()
+                .map(|slot| ticket(slot, &mut slots))
+                .collect(),
+        )
+    }
+
+    fn put_back(slots: &mut Slots, slot: StagingSlot) {
+        if slot.0 < slots.capacity {
+            slots.uses[slot.0 as usize].0 = Use::Free;
+            slots.free.push(slot.0);
+        } else {
+            slots.uses[slot.0 as usize].0 = Use::Retired;
+            slots.retired.push(slot);
+        }
+    }
+
+    /// The page no longer needs its slot. Freed at once, or by [`Self::end_write`] if it is being
+    /// written.
+    pub fn release(&self, slot: StagingSlot) {
+        let mut slots = self.slots();
+        match slots.uses[slot.0 as usize].0 {
+            Use::Held => Self::put_back(&mut slots, slot),
+            Use::Writing => slots.uses[slot.0 as usize].0 = Use::Orphaned,
+            used => panic!("staging slot {} released while {used:?}", slot.0),
+        }
+    }
+
+    /// Claims a slot for a write; false where the page was taken back meanwhile: nothing to do.
+    pub fn start_write(&self, ticket: Ticket) -> bool {
+        let mut slots = self.slots();
+        let (used, turn) = &mut slots.uses[ticket.slot.0 as usize];
+        let current = *turn == ticket.turn && *used == Use::Held;
+        if current {
+            *used = Use::Writing;
+        }
+        current
+    }
+
+    /// Ends a write. True where the page still held the slot: it is `Held` again and the page's
+    /// owner releases it; false where it had been orphaned, and is free now.
+    pub fn end_write(&self, ticket: Ticket) -> bool {
+        let mut slots = self.slots();
+        match slots.uses[ticket.slot.0 as usize] {
+            (Use::Writing, turn) if turn == ticket.turn => {
+                slots.uses[ticket.slot.0 as usize].0 = Use::Held;
+                true
+            }
+            (Use::Orphaned, turn) if turn == ticket.turn => {
+                Self::put_back(&mut slots, ticket.slot);
+                false
+            }
+            other => panic!(
+                "write of staging slot {} ended while {other:?}",
+                ticket.slot.0
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_taken_back_while_written_is_freed_at_the_writes_end() {
+        let pool = StagingPool::new(1);
+        let ticket = pool.take(1).expect("one is free")[0];
+        assert!(pool.start_write(ticket));
+        pool.release(ticket.slot);
+        assert_eq!(pool.available(), 0);
+        assert!(!pool.end_write(ticket));
+        assert_eq!(pool.available(), 1);
+    }
+
+    #[test]
+    fn a_stale_order_finds_that_the_slot_moved_on() {
+        let pool = StagingPool::new(1);
+        let old = pool.take(1).expect("one is free")[0];
+        pool.release(old.slot);
+        let new = pool.take(1).expect("one is free")[0];
+        assert!(!pool.start_write(old));
+        assert!(pool.start_write(new));
+    }
+
+    #[test]
+    fn slots_are_taken_all_or_none() {
+        let pool = StagingPool::new(3);
+        assert!(pool.take(4).is_none());
+        assert_eq!(pool.available(), 3);
+        assert_eq!(pool.take(3).map(|taken| taken.len()), Some(3));
+    }
+
+    #[test]
+    fn a_smaller_capacity_retires_slots_as_they_come_free() {
+        let pool = StagingPool::new(4);
+        let held = pool.take(4).expect("four are free");
+        pool.set_capacity(2);
+        assert!(pool.drain_retired().is_empty());
+        assert_eq!(pool.backed(), 4);
+        for ticket in &held {
+            pool.release(ticket.slot);
+        }
+        assert_eq!(pool.drain_retired().len(), 2);
+        assert_eq!((pool.available(), pool.backed()), (2, 2));
+        pool.set_capacity(3);
+        assert_eq!((pool.available(), pool.backed()), (3, 3));
+    }
+}

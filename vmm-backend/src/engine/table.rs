@@ -1,0 +1,323 @@
+//! The page table: 32 bytes a page, in memory that outlives the process (a file on our tmpfs).
+//!
+//! Layout of an entry, four little words (format version 1, see `TABLE_VERSION`):
+//!
+//! | word | bits | meaning |
+//! |---|---|---|
+//! | 0 | 0–3 | state |
+//! | 0 | 4 | dirty: no lower copy is good |
+//! | 0 | 5 | write-protected when installed, and not written since |
+//! | 0 | 6 | a slot is held |
+//! | 0 | 7 | a staging slot is held |
+//! | 0 | 8–31 | staging slot |
+//! | 0 | 32–63 | generation, low 32 bits |
+//! | 1 | 0–23 | slot: group |
+//! | 1 | 24–47 | slot: index |
+//! | 1 | 48–63 | generation, high 16 bits |
+//! | 2–3 | | tag; in state `Filled`, word 2 is the page's fill word |
+//!
+//! While a page is `Busy`, the rest of its entry already says what it becomes once its bytes are
+//! punched out of the memfd: the memfd decides (present: resident, dirty; hole: as written).
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::tag::Tag;
+use super::{Generation, PageIndex, SlotId, StagingSlot};
+
+/// Version of the table's format.
+pub const TABLE_VERSION: u32 = 1;
+
+/// Words of an entry.
+pub const ENTRY_WORDS: usize = 4;
+
+const DIRTY: u64 = 1 << 4;
+const PROTECTED: u64 = 1 << 5;
+const HAS_SLOT: u64 = 1 << 6;
+const HAS_STAGING: u64 = 1 << 7;
+const LOW_24: u64 = (1 << 24) - 1;
+
+/// Where a page is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum State {
+    /// Never touched, or given back: reads as zero.
+    Absent = 0,
+    /// In the memfd.
+    Resident = 1,
+    /// In a run being evicted.
+    Busy = 2,
+    /// In the staging area.
+    Staged = 3,
+    /// On the memory servers.
+    Stored = 4,
+    /// Kept as one word.
+    Filled = 5,
+    /// Every copy is gone.
+    Lost = 6,
+}
+
+impl State {
+    /// Number of states.
+    pub const COUNT: usize = 7;
+
+    fn decode(bits: u64) -> Self {
+        match bits & 0xf {
+            0 => State::Absent,
+            1 => State::Resident,
+            2 => State::Busy,
+            3 => State::Staged,
+            4 => State::Stored,
+            5 => State::Filled,
+            // An unknown state must never be taken for one whose bytes are known.
+            _ => State::Lost,
+        }
+    }
+}
+
+/// All that is known of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Where it is.
+    pub state: State,
+    /// Resident, and no lower copy is good.
+    pub dirty: bool,
+    /// Resident, installed write-protected, and not known to have been written.
+    pub protected: bool,
+    /// Its copy on the memory servers, if one is held.
+    pub slot: Option<SlotId>,
+    /// Its copy in staging, if one is held.
+    pub staging: Option<StagingSlot>,
+    /// How often it was staged.
+    pub generation: Generation,
+    /// Tag of its lower copy; of `Filled`, the word in the first eight bytes.
+    pub tag: Tag,
+}
+
+impl Entry {
+    /// A page never touched.
+    pub const ABSENT: Self = Self {
+        state: State::Absent,
+        dirty: false,
+        protected: false,
+        slot: None,
+        staging: None,
+        generation: Generation(0),
+        tag: Tag([0; 16]),
+    };
+
+    /// The same page in the memfd with no lower copy; its generation goes on.
+    pub fn into_dirty_resident(self) -> Self {
+        Self {
+            state: State::Resident,
+            dirty: true,
+            generation: self.generation,
+            ..Self::ABSENT
+        }
+    }
+
+    /// The same page with nothing anywhere; its generation goes on.
+    pub fn into_absent(self) -> Self {
+        Self {
+            generation: self.generation,
+            ..Self::ABSENT
+        }
+    }
+
+    /// The same page kept as `word`.
+    pub fn into_filled(self, word: u64) -> Self {
+        let mut tag = Tag::default();
+        tag.0[..8].copy_from_slice(&word.to_le_bytes());
+        Self {
+            state: State::Filled,
+            generation: self.generation,
+            tag,
+            ..Self::ABSENT
+        }
+    }
+
+    /// The word of a `Filled` page.
+    pub fn fill_word(&self) -> u64 {
+        let mut word = [0; 8];
+        word.copy_from_slice(&self.tag.0[..8]);
+        u64::from_le_bytes(word)
+    }
+
+    fn encode(&self) -> [u64; ENTRY_WORDS] {
+        let mut low = self.state as u64 | (self.generation.0 << 32);
+        let mut high = self.generation.0 >> 32 << 48;
+        low |= if self.dirty { DIRTY } else { 0 };
+        low |= if self.protected { PROTECTED } else { 0 };
+        if let Some(staging) = self.staging {
+            low |= HAS_STAGING | (u64::from(staging.0) & LOW_24) << 8;
+        }
+        if let Some(slot) = self.slot {
+            low |= HAS_SLOT;
+            high |= (u64::from(slot.group) & LOW_24) | (u64::from(slot.index) & LOW_24) << 24;
+        }
+        let mut halves = [[0; 8]; 2];
+        halves[0].copy_from_slice(&self.tag.0[..8]);
+        halves[1].copy_from_slice(&self.tag.0[8..]);
+        [
+            low,
+            high,
+            u64::from_le_bytes(halves[0]),
+            u64::from_le_bytes(halves[1]),
+        ]
+    }
+
+    fn decode(words: [u64; ENTRY_WORDS]) -> Self {
+        let [low, high, tag_low, tag_high] = words;
+        let mut tag = [0; 16];
+        tag[..8].copy_from_slice(&tag_low.to_le_bytes());
+        tag[8..].copy_from_slice(&tag_high.to_le_bytes());
+        Self {
+            state: State::decode(low),
+            dirty: low & DIRTY != 0,
+            protected: low & PROTECTED != 0,
+            slot: (low & HAS_SLOT != 0).then_some(SlotId {
+                group: (high & LOW_24) as u32,
+                index: (high >> 24 & LOW_24) as u32,
+            }),
+            staging: (low & HAS_STAGING != 0).then_some(StagingSlot((low >> 8 & LOW_24) as u32)),
+            generation: Generation(low >> 32 | high >> 48 << 32),
+            tag: Tag(tag),
+        }
+    }
+}
+
+/// Memory that a table lies in: [`ENTRY_WORDS`] words a page.
+pub trait Words: Send + Sync {
+    /// The words.
+    fn words(&self) -> &[AtomicU64];
+}
+
+impl Words for Vec<AtomicU64> {
+    fn words(&self) -> &[AtomicU64] {
+        self
+    }
+}
+
+/// The entries of all pages. Shared between threads; each entry has one writer at a time.
+pub struct PageTable {
+    words: Box<dyn Words>,
+}
+
+impl PageTable {
+    /// A table in `words`.
+    pub fn new(words: Box<dyn Words>) -> Self {
+        Self { words }
+    }
+
+    /// A table of absent pages in ordinary memory, for tests and simulation.
+    pub fn in_memory(pages: u32) -> Self {
+        let words = (0..pages as usize * ENTRY_WORDS).map(|_| AtomicU64::new(0));
+        Self::new(Box::new(words.collect::<Vec<_>>()))
+    }
+
+    fn entry(&self, page: PageIndex) -> &[AtomicU64] {
+        let start = page.0 as usize * ENTRY_WORDS;
+        &self.words.words()[start..start + ENTRY_WORDS]
+    }
+
+    /// Pages in the table.
+    pub fn pages(&self) -> u32 {
+        (self.words.words().len() / ENTRY_WORDS) as u32
+    }
+
+    /// The page's state alone.
+    pub fn state(&self, page: PageIndex) -> State {
+        State::decode(self.entry(page)[0].load(Ordering::Acquire))
+    }
+
+    /// The page's entry.
+    pub fn load(&self, page: PageIndex) -> Entry {
+        let entry = self.entry(page);
+        let low = entry[0].load(Ordering::Acquire);
+        Entry::decode([
+            low,
+            entry[1].load(Ordering::Relaxed),
+            entry[2].load(Ordering::Relaxed),
+            entry[3].load(Ordering::Relaxed),
+        ])
+    }
+
+    /// Replaces the page's entry; the word with its state goes last.
+    pub fn store(&self, page: PageIndex, entry: &Entry) {
+        let words = entry.encode();
+        let place = self.entry(page);
+        for word in (0..ENTRY_WORDS).rev() {
+            place[word].store(words[word], Ordering::Release);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn entries() -> impl Strategy<Value = Entry> {
+        let slot = proptest::option::of((0..1u32 << 24, 0..1u32 << 24));
+        let staging = proptest::option::of(0..1u32 << 24);
+        (
+            0..7u64,
+            any::<[bool; 2]>(),
+            slot,
+            staging,
+            0..=Generation::MAX,
+            any::<[u8; 16]>(),
+        )
+            .prop_map(|(state, flags, slot, staging, generation, tag)| Entry {
+                state: State::decode(state),
+                dirty: flags[0],
+                protected: flags[1],
+                slot: slot.map(|(group, index)| SlotId { group, index }),
+                staging: staging.map(StagingSlot),
+                generation: Generation(generation),
+                tag: Tag(tag),
+            })
+    }
+
+    proptest! {
+        #[test]
+        fn an_entry_comes_back_as_it_was_stored(entry in entries(), page in 0..4u32) {
+            let table = PageTable::in_memory(4);
+            table.store(PageIndex(page), &entry);
+            prop_assert_eq!(table.load(PageIndex(page)), entry);
+            for other in (0..4).filter(|other| *other != page) {
+                prop_assert_eq!(table.load(PageIndex(other)), Entry::ABSENT);
+            }
+        }
+    }
+
+    #[test]
+    fn an_entry_has_these_words() {
+        let entry = Entry {
+            state: State::Staged,
+            dirty: true,
+            protected: false,
+            slot: Some(SlotId {
+                group: 0x010203,
+                index: 0x040506,
+            }),
+            staging: Some(StagingSlot(0x0a0b0c)),
+            generation: Generation(0x1122_3344_5566),
+            tag: Tag([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]),
+        };
+        assert_eq!(
+            entry.encode(),
+            [
+                0x3344_5566_0a0b_0cd3,
+                0x1122_0405_0601_0203,
+                0x0807_0605_0403_0201,
+                0x100f_0e0d_0c0b_0a09
+            ]
+        );
+    }
+
+    #[test]
+    fn an_unknown_state_is_lost() {
+        assert_eq!(Entry::decode([15, 0, 0, 0]).state, State::Lost);
+    }
+}
