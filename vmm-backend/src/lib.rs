@@ -3,3 +3,4 @@
 pub mod device;
 pub mod engine;
 pub mod handover;
+pub mod remote;

@@ -5,4 +5,7 @@
 //! in it carries a version, and every length read from a peer is bounded before it is believed.
 
 pub mod control;
+pub mod pki;
+pub mod server;
+pub mod tls;
 pub mod units;

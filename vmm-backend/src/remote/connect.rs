@@ -1,0 +1,246 @@
+//! Making connections: control with TLS and greeting, data with a token.
+
+use std::io::{self, Read, Write};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use outram_wire::server::channel::{Channel, ChannelError, Received, prepare_socket};
+use outram_wire::server::clock::BootTime;
+use outram_wire::server::data::{Admission, WELCOME_BYTES, decode_welcome, encode_hello};
+use outram_wire::server::{
+    CONTROL_VERSIONS, ClientMessage, Hello, Purpose, Reply, Request, ServerMessage, ServerStats,
+    Token, Welcome,
+};
+use outram_wire::tls::{self, Kind, TlsFiles};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+
+use super::{DataConn, RemoteConfig, RemoteError, ServerAddress, Timing};
+
+/// After so long without an answer from the server's machine the kernel gives a connection up.
+const DEAD_AFTER: Duration = Duration::from_secs(15);
+
+/// Knows how to reach one server.
+#[derive(Clone)]
+pub(super) struct Dialer {
+    pub(super) address: ServerAddress,
+    pub(super) timing: Timing,
+    tls: Arc<ClientConfig>,
+    name: ServerName<'static>,
+}
+
+/// A control connection that was greeted.
+pub(super) struct Greeted {
+    pub(super) channel: Channel,
+    pub(super) welcome: Welcome,
+    /// When the greeting was sent: the lease runs from then, or later.
+    pub(super) asked_at: BootTime,
+}
+
+impl Dialer {
+    pub(super) fn new(config: &RemoteConfig, server: usize) -> Result<Self, RemoteError> {
+        let address = config.addresses.get(server);
+        let address = address.ok_or(RemoteError::NoSuchServer(server))?.clone();
+        Self::to(address, &config.tls, config.timing)
+    }
+
+    fn to(address: ServerAddress, files: &TlsFiles, timing: Timing) -> Result<Self, RemoteError> {
+        let tls = tls::client_config(files)?;
+        let name = ServerName::try_from(address.host().to_owned()).map_err(|error| {
+            RemoteError::Resolve {
+                server: address.clone(),
+                source: io::Error::new(io::ErrorKind::InvalidInput, error),
+            }
+        })?;
+        Ok(Self {
+            address,
+            timing,
+            tls,
+            name,
+        })
+    }
+
+    /// Connects, shakes hands and says hello.
+    pub(super) fn control(&self, purpose: &Purpose) -> Result<Greeted, RemoteError> {
+        let deadline = Instant::now() + self.timing.connect;
+        let socket = self.socket(deadline)?;
+        let mut channel = Channel::connect(socket, self.tls.clone(), self.name.clone(), deadline)
+            .map_err(|source| self.control_error(source))?;
+        tls::peer_name(channel.peer_certificates(), Kind::Server)?;
+        let (version_min, version_max) = CONTROL_VERSIONS.into_inner();
+        let hello = ClientMessage::Hello(Hello {
+            version_min,
+            version_max,
+            purpose: purpose.clone(),
+        });
+        let asked_at = BootTime::now();
+        let sent = channel.send(&hello, deadline);
+        sent.map_err(|source| self.control_error(source))?;
+        // The server may be fencing off our former connections, which takes it a moment.
+        let deadline = deadline + self.timing.answer;
+        match self.receive(&mut channel, deadline)? {
+            ServerMessage::Welcome(welcome) => {
+                self.check_welcome(&welcome)?;
+                Ok(Greeted {
+                    channel,
+                    welcome,
+                    asked_at,
+                })
+            }
+            ServerMessage::Refused(refusal) => Err(RemoteError::Refused {
+                server: self.address.clone(),
+                refusal,
+            }),
+            ServerMessage::Closing => Err(RemoteError::Refused {
+                server: self.address.clone(),
+                refusal: outram_wire::server::Refusal::Closing,
+            }),
+            other => Err(self.protocol(format!("{other:?} instead of a welcome"))),
+        }
+    }
+
+    fn check_welcome(&self, welcome: &Welcome) -> Result<(), RemoteError> {
+        if !CONTROL_VERSIONS.contains(&welcome.version) {
+            return Err(self.protocol(format!("version {} was chosen", welcome.version)));
+        }
+        let page = outram_wire::units::PAGE_SIZE as u64;
+        let size = welcome.slab_bytes;
+        if size == 0 || size % page != 0 || u32::try_from(size).is_err() {
+            return Err(self.protocol(format!("slabs of {size} bytes")));
+        }
+        if welcome.lease_timeout_ms == 0 {
+            return Err(self.protocol("a lease without time".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// One message, before anything else is in flight.
+    pub(super) fn receive(
+        &self,
+        channel: &mut Channel,
+        deadline: Instant,
+    ) -> Result<ServerMessage, RemoteError> {
+        match channel.receive(deadline, None) {
+            Ok(Received::Message(message)) => Ok(message),
+            Ok(_) => Err(self.control_error(ChannelError::TimedOut("answer"))),
+            Err(source) => Err(self.control_error(source)),
+        }
+    }
+
+    /// Opens a data connection with a token that was obtained over control.
+    pub(super) fn data(&self, token: &Token) -> Result<DataConn, RemoteError> {
+        let deadline = Instant::now() + self.timing.connect;
+        let mut socket = self.socket(deadline)?;
+        let admission = self
+            .say_data_hello(&mut socket, token, deadline)
+            .map_err(|source| self.data_error(source))?;
+        let admission = decode_welcome(&admission).map_err(|source| RemoteError::Frame {
+            server: self.address.clone(),
+            source,
+        })?;
+        match admission {
+            Admission::Admitted => Ok(DataConn::new(self.address.clone(), socket)),
+            Admission::TooMany => {
+                Err(self.protocol("it admits no further data connection".to_owned()))
+            }
+        }
+    }
+
+    fn say_data_hello(
+        &self,
+        socket: &mut TcpStream,
+        token: &Token,
+        deadline: Instant,
+    ) -> io::Result<[u8; WELCOME_BYTES]> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = left.max(Duration::from_millis(1));
+        socket.set_write_timeout(Some(left))?;
+        socket.set_read_timeout(Some(left))?;
+        socket.write_all(&encode_hello(token))?;
+        let mut welcome = [0; WELCOME_BYTES];
+        socket.read_exact(&mut welcome)?;
+        socket.set_nonblocking(true)?;
+        Ok(welcome)
+    }
+
+    /// Connects to the first of the server's addresses that answers.
+    fn socket(&self, deadline: Instant) -> Result<TcpStream, RemoteError> {
+        let resolve = |source| RemoteError::Resolve {
+            server: self.address.clone(),
+            source,
+        };
+        let host = (self.address.host(), self.address.port());
+        let addresses = host.to_socket_addrs().map_err(resolve)?;
+        let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+        for address in addresses {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                last = io::ErrorKind::TimedOut.into();
+                break;
+            }
+            let connected = TcpStream::connect_timeout(&address, left)
+                .and_then(|socket| prepare_socket(&socket, DEAD_AFTER).map(|()| socket));
+            match connected {
+                Ok(socket) => return Ok(socket),
+                Err(error) => last = error,
+            }
+        }
+        Err(RemoteError::Connect {
+            server: self.address.clone(),
+            source: last,
+        })
+    }
+
+    pub(super) fn control_error(&self, source: ChannelError) -> RemoteError {
+        RemoteError::Control {
+            server: self.address.clone(),
+            source,
+        }
+    }
+
+    pub(super) fn data_error(&self, source: io::Error) -> RemoteError {
+        RemoteError::Data {
+            server: self.address.clone(),
+            source,
+        }
+    }
+
+    pub(super) fn protocol(&self, what: String) -> RemoteError {
+        RemoteError::Protocol {
+            server: self.address.clone(),
+            what,
+        }
+    }
+}
+
+/// Asks a server what it lends to guests of this host (rather: of this certificate).
+pub fn observe(
+    address: &ServerAddress,
+    files: &TlsFiles,
+    timing: Timing,
+) -> Result<ServerStats, RemoteError> {
+    let dialer = Dialer::to(address.clone(), files, timing)?;
+    let mut channel = dialer.control(&Purpose::Observe)?.channel;
+    let deadline = Instant::now() + timing.answer;
+    let request = ClientMessage::Request {
+        id: 1,
+        request: Request::Stats,
+    };
+    let sent = channel.send(&request, deadline);
+    sent.map_err(|source| dialer.control_error(source))?;
+    match dialer.receive(&mut channel, deadline)? {
+        ServerMessage::Reply {
+            id: 1,
+            reply: Reply::Stats(stats),
+        } => Ok(*stats),
+        ServerMessage::Reply {
+            reply: Reply::Refused(refusal),
+            ..
+        } => Err(RemoteError::Refused {
+            server: address.clone(),
+            refusal,
+        }),
+        other => Err(dialer.protocol(format!("{other:?} instead of its statistics"))),
+    }
+}

@@ -1,0 +1,189 @@
+//! The handle of a session: orders to the thread that keeps it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use outram_wire::server::channel::{EventFd, new_waker};
+use outram_wire::server::clock::BootTime;
+use outram_wire::server::{InstanceId, SlabId};
+
+use super::keeper::Keeper;
+use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
+
+/// A session as its owner may show it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionStatus {
+    /// The server.
+    pub address: ServerAddress,
+    /// Whether the control connection stands.
+    pub connected: bool,
+    /// The last error, in words, while something is wrong.
+    pub detail: Option<String>,
+    /// The server's life that was last seen.
+    pub instance: InstanceId,
+    /// Bytes of its slabs.
+    pub slab_bytes: u64,
+    /// Slabs held.
+    pub slabs: u64,
+    /// Bytes that it has set aside for us.
+    pub reserved_bytes: u64,
+    /// Times the control connection was made again.
+    pub reconnections: u64,
+}
+
+/// What the keeper is told to do.
+pub(super) enum Order {
+    Lease,
+    Release(SlabId),
+    Reserve(u64, Sender<Result<(), RemoteError>>),
+    OpenData(usize),
+    /// The opener could not open the role's connection.
+    DataFailed(usize, RemoteError),
+    Close(Sender<Result<(), RemoteError>>),
+    Leave,
+}
+
+/// What keeper and handle both see.
+pub(super) struct Shared {
+    pub(super) status: Mutex<SessionStatus>,
+    /// The lease is good until then, in milliseconds of [`BootTime`].
+    pub(super) lease_until_ms: AtomicU64,
+    pub(super) waker: EventFd,
+}
+
+impl Shared {
+    pub(super) fn status(&self) -> MutexGuard<'_, SessionStatus> {
+        // Nothing under the lock can panic half-way through a change.
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Orders for the keeper, which is woken for each.
+#[derive(Clone)]
+pub(super) struct Orders {
+    pub(super) sender: Sender<Order>,
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Orders {
+    /// Hands an order over; false if the keeper has ended.
+    pub(super) fn give(&self, order: Order) -> bool {
+        let given = self.sender.send(order).is_ok();
+        // A counter at its top means that the keeper has wake-ups enough.
+        let _ = self.shared.waker.write(1);
+        given
+    }
+}
+
+/// A session with one server. Dropping it leaves the server without a word: the slabs stay for as
+/// long as the lease, for whoever comes with the secret. [`Session::close`] gives everything back.
+pub struct Session {
+    orders: Orders,
+    address: ServerAddress,
+    answer_timeout: Duration,
+}
+
+impl Session {
+    /// Connects to server number `server` of `config` and reserves `reserve_bytes` in all. Blocks
+    /// for that, so that what is wrong from the start is told at the start; from then on a thread of
+    /// its own keeps the session, and `events` (which must be received from, or be unbounded) tells
+    /// what happens. The first is an `Up`, then come the data connections.
+    pub fn start(
+        server: usize,
+        config: &RemoteConfig,
+        reserve_bytes: u64,
+        events: Sender<SessionEvent>,
+    ) -> Result<Session, RemoteError> {
+        let waker = new_waker().map_err(|source| RemoteError::System {
+            what: "an eventfd",
+            source,
+        })?;
+        // Orders are few: the pager bounds its requests by what it may lease.
+        let (sender, receiver): (Sender<Order>, Receiver<Order>) = unbounded();
+        let keeper = Keeper::start(server, config, reserve_bytes, events, waker)?;
+        let orders = Orders {
+            sender,
+            shared: keeper.shared(),
+        };
+        let address = keeper.address().clone();
+        let for_keeper = orders.clone();
+        thread::Builder::new()
+            .name(format!("server-{server}"))
+            .spawn(move || keeper.run(&receiver, &for_keeper))
+            .map_err(|source| RemoteError::System {
+                what: "a thread",
+                source,
+            })?;
+        Ok(Session {
+            orders,
+            address,
+            answer_timeout: config.timing.answer + config.timing.connect,
+        })
+    }
+
+    /// Asks for one more slab: answered by `Leased` or `LeaseRefused`, also after a reconnection.
+    pub fn request_slab(&self) {
+        self.orders.give(Order::Lease);
+    }
+
+    /// Gives a slab back, at once or after the next reconnection. It must not be used any more.
+    pub fn release_slab(&self, slab: SlabId) {
+        self.orders.give(Order::Release(slab));
+    }
+
+    /// Has `bytes` in all set aside. Blocks until the server has answered; at once an error while
+    /// it is out of reach.
+    pub fn reserve(&self, bytes: u64) -> Result<(), RemoteError> {
+        self.await_answer(self.answer_timeout, |answer| Order::Reserve(bytes, answer))
+    }
+
+    /// Says that the role's data connection is dead: a new one is opened, tried until it stands.
+    pub fn reconnect_data(&self, role: usize) {
+        self.orders.give(Order::OpenData(role));
+    }
+
+    /// How the session is.
+    pub fn status(&self) -> SessionStatus {
+        self.orders.shared.status().clone()
+    }
+
+    /// Whether the server certainly still keeps our slabs, unless it has died: by our own clock,
+    /// from the sending of the last renewal that it acknowledged.
+    pub fn lease_valid(&self) -> bool {
+        BootTime::now().as_millis() < self.orders.shared.lease_until_ms.load(Ordering::Acquire)
+    }
+
+    /// Gives everything back and ends the session: waits for the server's word, at most `timeout`.
+    /// Without it the server takes everything back when the lease ends.
+    pub fn close(self, timeout: Duration) -> Result<(), RemoteError> {
+        self.await_answer(timeout, Order::Close)
+    }
+
+    fn await_answer(
+        &self,
+        timeout: Duration,
+        order: impl FnOnce(Sender<Result<(), RemoteError>>) -> Order,
+    ) -> Result<(), RemoteError> {
+        let (answer, answered) = bounded(1);
+        let closed = || Err(RemoteError::SessionClosed(self.address.clone()));
+        if !self.orders.give(order(answer)) {
+            return closed();
+        }
+        match answered.recv_timeout(timeout) {
+            Ok(outcome) => outcome,
+            Err(crossbeam_channel::RecvTimeoutError::Timeout) => {
+                Err(RemoteError::TimedOut(self.address.clone()))
+            }
+            Err(crossbeam_channel::RecvTimeoutError::Disconnected) => closed(),
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.orders.give(Order::Leave);
+    }
+}
