@@ -1,1 +1,3 @@
-//! Under construction.
+//! What Outram's end-to-end tests, fault injection and demo are made of.
+
+pub mod hermetic;

@@ -1,0 +1,35 @@
+# make demo         a guest with half of its RAM on a memory server, shown while it runs
+# make test         everything that is tested, ending in 'N passed, N failed, N skipped'
+# make check        formatting, lints, documentation
+# make clean-state  removes what interrupted runs may have left behind
+#
+# demo and test install what they need from the distribution's packages (Debian 12 or newer, as root)
+# and use what is there. PROFILE=release or dev chooses how the demo's programs are built.
+
+export PATH := $(PATH):/usr/sbin:/sbin
+
+.PHONY: all build demo test check images clean-state
+
+all: build
+
+build:
+	@tests/scripts/prepare.sh
+	cargo build --workspace
+
+demo:
+	@tests/scripts/prepare.sh
+	@tests/scripts/run-demo.sh
+
+test:
+	@tests/scripts/run-tests.sh
+
+check:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+
+images:
+	@images/build.sh
+
+clean-state:
+	@tests/scripts/clean-state.sh

@@ -1,0 +1,38 @@
+#!/bin/bash
+# Removes what interrupted runs of tests and demo may have left behind. Namespaces, mounts and files
+# vanish with their processes; so there are processes (by the ids that they recorded), empty
+# cgroups and half-built images to remove.
+#
+#   tests/scripts/clean-state.sh           all runs, living ones are ended
+#   tests/scripts/clean-state.sh --stale   only what no living run owns
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+records=target/sandboxes   # one file a run: PID, its content: start time in ticks since boot
+
+start_time() { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
+alive() { [ -n "$1" ] && [ "$(start_time "$1")" = "$(cat "$records/$1")" ]; }
+
+if [ -d "$records" ]; then
+  for record in "$records"/*; do
+    [ -e "$record" ] || continue
+    pid=$(basename "$record")
+    if alive "$pid"; then
+      [ "${1:-}" = --stale ] && continue
+      echo "ending the run of process $pid"
+      kill -TERM "$pid" 2>/dev/null || true
+      for _ in 1 2 3 4 5 6 7 8 9 10; do alive "$pid" || break; sleep 0.3; done
+      if alive "$pid"; then kill -KILL "$pid"; sleep 0.5; fi
+    fi
+    rm -f "$record"
+  done
+fi
+
+for group in /sys/fs/cgroup/outram-test-* /sys/fs/cgroup/*/outram-test-*; do
+  [ -d "$group" ] || continue
+  [ -e "$records/${group##*-}" ] && continue
+  rmdir "$group" 2>/dev/null || echo "clean-state: $group is still in use" >&2
+done
+# Left where building the guest's image was interrupted; a build that runs holds the lock.
+if [ -d target/images ] && flock -n target/images/.lock true; then
+  rm -rf target/images/root.* target/images/fetch.* target/images/*.new
+fi

@@ -1,0 +1,49 @@
+#!/bin/bash
+# Brings what build, tests and demo need, from the distribution's packages. Does nothing where all
+# of it is there; asks for root only where something is missing.
+set -euo pipefail
+
+# qemu-utils is not asked for: a newer one of backports does not go together with Debian's QEMU.
+packages="qemu-system-x86 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients
+  libvirt-dev libclang-dev clang gcc libc6-dev pkg-config busybox-static cpio zstd kmod iproute2 xz-utils
+  util-linux procps ca-certificates"
+oldest_rust=88   # of 1.x: what Cargo.toml says
+
+fail() { echo "prepare: $*" >&2; exit 1; }
+
+installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
+
+rust_is_new_enough() { # a cargo and a rustc, both
+  local program version
+  for program in cargo rustc; do
+    version=$("$program" --version 2>/dev/null | sed -n 's/^[a-z]* 1\.\([0-9]*\).*/\1/p')
+    [ -n "$version" ] && [ "$version" -ge "$oldest_rust" ] || return 1
+  done
+}
+
+command -v dpkg-query >/dev/null || fail "this is no Debian or Ubuntu: install the counterparts of these packages, then run again: $packages"
+
+missing=
+for package in $packages; do installed "$package" || missing="$missing $package"; done
+# busybox and busybox-static are two packages of one program: either will do if it is static.
+rust_is_new_enough || missing="$missing rustc-web cargo-web"
+[ -n "$missing" ] || exit 0
+
+[ "$(id -u)" = 0 ] || fail "root is needed to install:$missing"
+echo "prepare: installing$missing"
+export DEBIAN_FRONTEND=noninteractive
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+# An interrupted run may have left packages half configured.
+dpkg --configure -a >"$log" 2>&1 || { cat "$log" >&2; fail "dpkg --configure -a failed"; }
+apt-get update -q >"$log" 2>&1 || { cat "$log" >&2; fail "apt-get update failed: is the network reachable?"; }
+# No daemon is to be started by an installation that only tests need.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+  printf '#!/bin/sh\nexit 101\n' >"$policy"; chmod 755 "$policy"
+  trap 'rm -f "$log" "$policy"' EXIT
+fi
+# shellcheck disable=SC2086
+apt-get install -yq --no-install-recommends $missing >"$log" 2>&1 || { tail -n 30 "$log" >&2; fail "apt-get install failed for:$missing"; }
+hash -r
+rust_is_new_enough || fail "rustc and cargo 1.$oldest_rust or newer are needed; there is '$(rustc --version 2>&1)', '$(cargo --version 2>&1)' (is an older one first in PATH?)"

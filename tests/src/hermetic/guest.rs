@@ -1,0 +1,254 @@
+//! A domain on the private host.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use outram_wire::control::{CONTROL_VERSION, Envelope, Reply, Request, Status};
+use outram_wire::control::{read_frame, write_frame};
+
+use super::command::wait_for;
+use super::console::Console;
+use super::host::{IMAGES, RUN, virsh, virsh_ok};
+
+/// Longest a guest may take to boot: 3 s alone, but hosts are shared and emulation is slow.
+const BOOT_LIMIT: Duration = Duration::from_secs(120);
+
+/// What kind of guest is wanted.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// Its name; its UUID follows from libvirt.
+    pub name: String,
+    /// RAM in MiB.
+    pub memory_mib: u64,
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// What stands between `<vcpu>` and `<os>`: memory backing, NUMA…
+    pub extra_elements: String,
+    /// Further devices.
+    pub extra_devices: String,
+    /// Whether the balloon reports free pages.
+    pub free_page_reporting: bool,
+    /// Contents of `<metadata>`, where the domain is written by hand.
+    pub metadata: String,
+}
+
+impl Spec {
+    /// An ordinary guest.
+    pub fn new(name: &str, memory_mib: u64) -> Self {
+        Self {
+            name: name.to_owned(),
+            memory_mib,
+            vcpus: 2,
+            extra_elements: String::new(),
+            extra_devices: String::new(),
+            free_page_reporting: false,
+            metadata: String::new(),
+        }
+    }
+
+    /// The serial line's socket.
+    pub fn serial_socket(&self) -> PathBuf {
+        PathBuf::from(format!("/var/lib/libvirt/qemu/{}.serial", self.name))
+    }
+
+    /// The domain as a user of libvirt would write it.
+    pub fn xml(&self) -> String {
+        let reporting = if self.free_page_reporting {
+            " freePageReporting='on'"
+        } else {
+            ""
+        };
+        format!(
+            "<domain type='qemu'>
+  <name>{name}</name>
+  <metadata>{metadata}</metadata>
+  <memory unit='MiB'>{memory}</memory>
+  <vcpu>{vcpus}</vcpu>
+  {extra_elements}
+  <os>
+    <type arch='x86_64' machine='q35'>hvm</type>
+    <kernel>{IMAGES}/vmlinuz</kernel>
+    <initrd>{IMAGES}/initrd</initrd>
+    <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable</cmdline>
+  </os>
+  <features><acpi/></features>
+  <on_poweroff>destroy</on_poweroff>
+  <on_reboot>restart</on_reboot>
+  <on_crash>destroy</on_crash>
+  <devices>
+    <serial type='unix'>
+      <source mode='bind' path='{serial}'/>
+      <log file='/var/log/libvirt/qemu/{name}-serial.log' append='on'/>
+      <target port='0'/>
+    </serial>
+    <memballoon model='virtio'{reporting}/>
+    {extra_devices}
+  </devices>
+</domain>
+",
+            name = self.name,
+            metadata = self.metadata,
+            memory = self.memory_mib,
+            vcpus = self.vcpus,
+            extra_elements = self.extra_elements,
+            serial = self.serial_socket().display(),
+            extra_devices = self.extra_devices,
+        )
+    }
+}
+
+/// A defined domain; destroyed and undefined when dropped.
+#[derive(Debug)]
+pub struct Guest {
+    /// How it was asked for.
+    pub spec: Spec,
+    /// Its UUID.
+    pub uuid: String,
+}
+
+impl Guest {
+    /// Defines the domain.
+    pub fn define(spec: Spec) -> Result<Self> {
+        let file = PathBuf::from(format!("/run/{}.xml", spec.name));
+        fs::write(&file, spec.xml())?;
+        virsh_ok(&["define", &file.display().to_string()])?;
+        let uuid = virsh_ok(&["domuuid", &spec.name])?.trim().to_owned();
+        Ok(Self { spec, uuid })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.spec.name
+    }
+
+    /// Starts it, and waits until its checker is ready.
+    pub fn boot(&self) -> Result<Console> {
+        virsh_ok(&["start", self.name()])?;
+        self.console()
+    }
+
+    /// Connects to the running guest's serial line and waits until its checker answers.
+    pub fn console(&self) -> Result<Console> {
+        let mut console = Console::connect(&self.spec.serial_socket())?;
+        greet(&mut console)?;
+        Ok(console)
+    }
+
+    /// libvirt's word for its state: `running`, `shut off`, `paused`…
+    pub fn state(&self) -> Result<String> {
+        Ok(virsh_ok(&["domstate", self.name()])?.trim().to_owned())
+    }
+
+    /// Waits for a state.
+    pub fn wait_state(&self, state: &str, limit: Duration) -> Result<()> {
+        wait_for(&format!("{} to be {state}", self.name()), limit, || {
+            Ok((self.state()? == state).then_some(()))
+        })
+    }
+
+    /// QEMU's process, as libvirt noted it.
+    pub fn qemu_pid(&self) -> Result<u32> {
+        let file = format!("/run/libvirt/qemu/{}.pid", self.name());
+        let text = fs::read_to_string(&file).with_context(|| file.clone())?;
+        text.trim().parse().with_context(|| file)
+    }
+
+    /// The run directory of its backend.
+    pub fn run_dir(&self) -> PathBuf {
+        Path::new(RUN).join(&self.uuid)
+    }
+
+    /// What its backend says of it.
+    pub fn status(&self) -> Result<Status> {
+        match self.control(Request::Status)? {
+            Reply::Status(status) => Ok(*status),
+            other => bail!("the backend answered a status request with {other:?}"),
+        }
+    }
+
+    /// What its backend says of it, if there is one that answers.
+    pub fn status_if_any(&self) -> Option<Status> {
+        self.status().ok()
+    }
+
+    /// Sends its backend one control message.
+    pub fn control(&self, request: Request) -> Result<Reply> {
+        let path = self.run_dir().join("control.sock");
+        let mut socket = UnixStream::connect(&path).with_context(|| path.display().to_string())?;
+        socket.set_read_timeout(Some(Duration::from_secs(10)))?;
+        let envelope = Envelope {
+            version: CONTROL_VERSION,
+            request,
+        };
+        write_frame(&mut socket, &envelope)?;
+        read_frame(&mut socket)?.context("the backend closed the control connection")
+    }
+
+    /// Waits until its status is as wanted.
+    pub fn wait_status(
+        &self,
+        what: &str,
+        limit: Duration,
+        mut wanted: impl FnMut(&Status) -> bool,
+    ) -> Result<Status> {
+        let mut last = None;
+        wait_for(what, limit, || {
+            let status = self.status()?;
+            if wanted(&status) {
+                return Ok(Some(status));
+            }
+            last = Some(status);
+            Ok(None)
+        })
+        .with_context(|| format!("last status: {last:?}"))
+    }
+
+    /// Ends it at once; it must be gone within five seconds, whatever stands still.
+    pub fn destroy(&self) -> Result<()> {
+        let start = std::time::Instant::now();
+        virsh_ok(&["destroy", self.name()])?;
+        let took = start.elapsed();
+        if took > Duration::from_secs(5) {
+            bail!("virsh destroy took {took:?}; it must work within 5 s in every state");
+        }
+        Ok(())
+    }
+
+    /// Waits until its backend has ended.
+    pub fn wait_backend_gone(&self, limit: Duration) -> Result<()> {
+        wait_for("the backend to end", limit, || {
+            Ok(self.status_if_any().is_none().then_some(()))
+        })
+    }
+}
+
+/// Waits until the guest's checker answers on a new or reset line.
+pub fn greet(console: &mut Console) -> Result<()> {
+    let start = std::time::Instant::now();
+    let mut asked = 0;
+    loop {
+        asked += 1;
+        let token = format!("hello-{asked}");
+        console.send(&format!("ping {token}"))?;
+        // Before the checker reads, the kernel may echo or drop what is sent: ask again.
+        let answer = console.expect(&[&format!("PONG {token}")], Duration::from_secs(3));
+        match answer {
+            Ok(_) => return Ok(()),
+            Err(error) if start.elapsed() > BOOT_LIMIT => {
+                return Err(error.context("the guest did not boot"));
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // A domain that is off already refuses; the sandbox's end takes what is left.
+        let _ = virsh(&["destroy", self.name()]);
+        let _ = virsh(&["undefine", self.name()]);
+    }
+}

@@ -1,0 +1,253 @@
+//! The private machine: mounts that hide the real one's state, and Debian's own daemons on top.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use super::command::{Finished, run, run_within, wait_for};
+
+/// Where guests' kernel and initramfs lie, readable by QEMU's user.
+pub const IMAGES: &str = "/var/lib/libvirt/images";
+
+/// Where each guest's backend keeps its run directory.
+pub const RUN: &str = "/run/outram";
+
+/// The certificates made for this host.
+pub const PKI: &str = "/etc/outram/pki";
+
+/// First TCP port given out; the network namespace is private, so none is ever taken.
+const FIRST_PORT: u16 = 7100;
+
+const QEMU_CONF: &str = r#"# Debian's defaults, but for what this place has not got: no AppArmor profiles of a private
+# mount namespace, no systemd that would make cgroups.
+security_driver = "none"
+cgroup_controllers = []
+"#;
+
+const LIBVIRTD_CONF: &str = r#"auth_unix_ro = "none"
+auth_unix_rw = "none"
+log_filters = "3:*"
+log_outputs = "1:file:/var/log/libvirt/libvirtd.log"
+"#;
+
+/// A private machine with libvirt running on it.
+#[derive(Debug)]
+pub struct Host {
+    programs: PathBuf,
+    daemons: Mutex<Vec<(&'static str, Child)>>,
+    next_port: AtomicU16,
+}
+
+impl Host {
+    /// Makes the machine and starts libvirt. Call it once, inside of the sandbox: it changes the
+    /// mounts of this process. `images` is the folder that `images/build.sh` filled.
+    pub fn start(images: &Path) -> Result<Self> {
+        let host = Self {
+            programs: programs()?,
+            daemons: Mutex::new(Vec::new()),
+            next_port: AtomicU16::new(FIRST_PORT),
+        };
+        hide_the_machine().context("making the machine's state private")?;
+        write_libvirt_settings()?;
+        copy_images(images)?;
+        host.start_daemons()?;
+        Ok(host)
+    }
+
+    /// The folder of our programs: where this one was built.
+    pub fn programs(&self) -> &Path {
+        &self.programs
+    }
+
+    /// Path of one of our programs.
+    pub fn program(&self, name: &str) -> Result<String> {
+        let path = self.programs.join(name);
+        if !path.is_file() {
+            bail!(
+                "{} is not built: run 'cargo build --workspace' first",
+                path.display()
+            );
+        }
+        Ok(path.display().to_string())
+    }
+
+    /// A TCP port of 127.0.0.1 that nobody else was given.
+    pub fn port(&self) -> u16 {
+        self.next_port.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Runs `outram` and returns how it ended.
+    pub fn outram(&self, arguments: &[&str]) -> Result<Finished> {
+        run_within(Duration::from_secs(60), &self.program("outram")?, arguments)
+    }
+
+    /// Runs `outram`, which must succeed; returns what it printed.
+    pub fn outram_ok(&self, arguments: &[&str]) -> Result<String> {
+        run(&self.program("outram")?, arguments)
+    }
+
+    /// Makes certificates and settings as an operator would, and installs the hook.
+    pub fn set_up_outram(&self) -> Result<()> {
+        for arguments in [
+            vec!["pki", "init", "--dir", PKI],
+            vec![
+                "pki",
+                "issue",
+                "--dir",
+                PKI,
+                "server",
+                "memserver",
+                "--san",
+                "127.0.0.1",
+            ],
+            vec!["pki", "issue", "--dir", PKI, "client", "host"],
+        ] {
+            self.outram_ok(&arguments)?;
+        }
+        self.outram_ok(&["setup"])?;
+        let settings = format!(
+            "tls-ca = \"{PKI}/ca.pem\"\ntls-cert = \"{PKI}/host.pem\"\ntls-key = \"{PKI}/host.key\"\n"
+        );
+        fs::write("/etc/outram/backend.toml", settings).context("/etc/outram/backend.toml")
+    }
+
+    /// Reloads libvirtd's configuration and hooks, as `systemctl reload` does.
+    pub fn libvirtd_pid(&self) -> Result<u32> {
+        let daemons = self.lock();
+        let libvirtd = daemons
+            .iter()
+            .find(|(name, _)| *name == "libvirtd")
+            .context("libvirtd was not started")?;
+        Ok(libvirtd.1.id())
+    }
+
+    /// Copies logs of libvirt, QEMU and backends to `to`, for looking at after a failure.
+    pub fn keep_logs(&self, to: &Path) -> Result<()> {
+        fs::create_dir_all(to).with_context(|| to.display().to_string())?;
+        let to = to.display().to_string();
+        run("cp", &["-rT", "/var/log/libvirt", &format!("{to}/libvirt")])?;
+        let keep = "cd /run/outram 2>/dev/null || exit 0; \
+             find . -maxdepth 2 -type f \\( -name log -o -name error \\) -exec cp --parents {} \"$0\" \\;";
+        run("bash", &["-c", keep, &to])?;
+        Ok(())
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<(&'static str, Child)>> {
+        self.daemons
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn start_daemons(&self) -> Result<()> {
+        for name in ["virtlogd", "libvirtd"] {
+            let log = File::create(format!("/var/log/libvirt/{name}.out"))?;
+            let path = std::env::var("PATH").unwrap_or_default();
+            let child = Command::new(name)
+                .env("PATH", format!("{}:{path}", self.programs.display()))
+                .stdin(Stdio::null())
+                .stdout(log.try_clone()?)
+                .stderr(log)
+                .spawn()
+                .with_context(|| format!("{name} could not be run"))?;
+            self.lock().push((name, child));
+        }
+        wait_for("libvirtd to answer", Duration::from_secs(60), || {
+            let answered = run_within(Duration::from_secs(30), "virsh", &["uri"])?;
+            Ok(answered.success().then_some(()))
+        })
+        .with_context(|| fs::read_to_string("/var/log/libvirt/libvirtd.out").unwrap_or_default())
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        for (_, child) in self.lock().iter_mut().rev() {
+            // Either it has ended, or the namespace's end takes it.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Runs `virsh` on the private libvirt and returns how it ended.
+pub fn virsh(arguments: &[&str]) -> Result<Finished> {
+    run_within(Duration::from_secs(60), "virsh", arguments)
+}
+
+/// Runs `virsh`, which must succeed; returns what it printed.
+pub fn virsh_ok(arguments: &[&str]) -> Result<String> {
+    run("virsh", arguments)
+}
+
+/// The folder this program was built into: tests lie in its `deps`.
+fn programs() -> Result<PathBuf> {
+    let this = std::env::current_exe().context("this program's own path")?;
+    let folder = this.parent().context("this program has no folder")?;
+    let folder = if folder.ends_with("deps") {
+        folder.parent().unwrap_or(folder)
+    } else {
+        folder
+    };
+    Ok(folder.to_path_buf())
+}
+
+fn hide_the_machine() -> Result<()> {
+    run("ip", &["link", "set", "lo", "up"])?;
+    run("mount", &["-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run"])?;
+    show_own_sysfs()?;
+    fs::create_dir_all("/run/lock")?;
+    run("cp", &["-aT", "/etc", "/run/etc"])?;
+    run("mount", &["--bind", "/run/etc", "/etc"])?;
+    for folder in ["lib", "cache", "log"] {
+        let folder = format!("/var/{folder}/libvirt");
+        fs::create_dir_all(&folder)?;
+        run(
+            "mount",
+            &["-t", "tmpfs", "-o", "mode=755", "tmpfs", &folder],
+        )?;
+    }
+    fs::create_dir_all("/var/log/libvirt/qemu")?;
+    Ok(())
+}
+
+/// A fresh sysfs shows this network namespace's devices; the cgroup mounts are carried over.
+fn show_own_sysfs() -> Result<()> {
+    fs::create_dir_all("/run/cgroup")?;
+    run("mount", &["--rbind", "/sys/fs/cgroup", "/run/cgroup"])?;
+    run("mount", &["-t", "sysfs", "sysfs", "/sys"])?;
+    run("mount", &["--rbind", "/run/cgroup", "/sys/fs/cgroup"])?;
+    Ok(())
+}
+
+fn write_libvirt_settings() -> Result<()> {
+    for entry in fs::read_dir("/etc/libvirt").into_iter().flatten().flatten() {
+        let path = entry.path();
+        let removed = if path.is_dir() && !path.is_symlink() {
+            fs::remove_dir_all(&path)
+        } else {
+            fs::remove_file(&path)
+        };
+        removed.with_context(|| path.display().to_string())?;
+    }
+    fs::create_dir_all("/etc/libvirt")?;
+    let _ = fs::remove_dir_all("/etc/outram");
+    fs::write("/etc/libvirt/qemu.conf", QEMU_CONF)?;
+    fs::write("/etc/libvirt/libvirtd.conf", LIBVIRTD_CONF)?;
+    Ok(())
+}
+
+fn copy_images(from: &Path) -> Result<()> {
+    fs::create_dir_all(IMAGES)?;
+    for name in ["vmlinuz", "initrd"] {
+        let source = from.join(name);
+        fs::copy(&source, Path::new(IMAGES).join(name)).with_context(|| {
+            format!("{} is missing: run images/build.sh first", source.display())
+        })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,187 @@
+//! A memory server process on the private host.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::command::wait_for;
+use super::host::{Host, PKI};
+
+/// A running `outram-memserver`; killed when dropped.
+#[derive(Debug)]
+pub struct MemServer {
+    program: String,
+    arguments: Vec<String>,
+    child: Child,
+    /// Where it listens.
+    pub address: String,
+    metrics: String,
+}
+
+impl MemServer {
+    /// Starts one that lends at most `memory`, with further flags.
+    pub fn start(host: &Host, memory: &str, flags: &[&str]) -> Result<Self> {
+        let address = format!("127.0.0.1:{}", host.port());
+        let metrics = format!("127.0.0.1:{}", host.port());
+        let mut arguments: Vec<String> = [
+            "--listen",
+            &address,
+            "--memory",
+            memory,
+            "--metrics",
+            &metrics,
+        ]
+        .map(str::to_owned)
+        .to_vec();
+        for (flag, file) in [
+            ("--tls-ca", "ca.pem"),
+            ("--tls-cert", "memserver.pem"),
+            ("--tls-key", "memserver.key"),
+        ] {
+            arguments.extend([flag.to_owned(), format!("{PKI}/{file}")]);
+        }
+        arguments.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        let program = host.program("outram-memserver")?;
+        let child = spawn(&program, &arguments)?;
+        let mut server = Self {
+            program,
+            arguments,
+            child,
+            address,
+            metrics,
+        };
+        server.wait_ready()?;
+        Ok(server)
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        kill(Pid::from_raw(self.child.id() as i32), signal)
+            .with_context(|| format!("{signal} to the memory server"))
+    }
+
+    /// Ends it without warning, as a power cut would.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill().context("killing the memory server")?;
+        self.child.wait().context("reaping the memory server")?;
+        Ok(())
+    }
+
+    /// Starts it again, empty, at the same address.
+    pub fn start_again(&mut self) -> Result<()> {
+        self.child = spawn(&self.program, &self.arguments)?;
+        self.wait_ready()
+    }
+
+    /// Asks it to end, and waits for its exit status.
+    pub fn terminate(&mut self) -> Result<Option<i32>> {
+        self.signal(Signal::SIGTERM)?;
+        let child = &mut self.child;
+        let status = wait_for("the memory server to end", Duration::from_secs(15), || {
+            Ok(child.try_wait()?)
+        })?;
+        Ok(status.code())
+    }
+
+    /// Its metrics as text.
+    pub fn metrics(&self) -> Result<String> {
+        let mut socket = TcpStream::connect(&self.metrics)
+            .with_context(|| format!("metrics at {}", self.metrics))?;
+        socket.set_read_timeout(Some(Duration::from_secs(10)))?;
+        let request = format!(
+            "GET /metrics HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n",
+            self.metrics
+        );
+        socket.write_all(request.as_bytes())?;
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer)?;
+        let Some((_, body)) = answer.split_once("\r\n\r\n") else {
+            bail!("no HTTP answer from the metrics address: {answer}");
+        };
+        Ok(body.to_owned())
+    }
+
+    /// Sum of the samples of one metric.
+    pub fn metric(&self, name: &str) -> Result<u64> {
+        let text = self.metrics()?;
+        sum_samples(&text, name).with_context(|| format!("no metric {name} in:\n{text}"))
+    }
+
+    fn wait_ready(&mut self) -> Result<()> {
+        let (child, address) = (&mut self.child, &self.address);
+        wait_for(
+            "the memory server to listen",
+            Duration::from_secs(20),
+            || {
+                if let Some(status) = child.try_wait()? {
+                    bail!(
+                        "the memory server ended with {status}; see /var/log/libvirt/memserver.out"
+                    );
+                }
+                Ok(TcpStream::connect(address).ok().map(drop))
+            },
+        )
+    }
+}
+
+impl Drop for MemServer {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn spawn(program: &str, arguments: &[String]) -> Result<Child> {
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .open("/var/log/libvirt/memserver.out")?;
+    Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .spawn()
+        .with_context(|| format!("{program} could not be run"))
+}
+
+/// Adds up a metric's samples over all labels; `None` where there is none.
+fn sum_samples(text: &str, name: &str) -> Option<u64> {
+    let values: Vec<f64> = text
+        .lines()
+        .filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let value = match rest.strip_prefix('{') {
+                Some(labels) => labels.rsplit_once("} ")?.1,
+                None => rest.strip_prefix(' ')?,
+            };
+            value.split_whitespace().next()?.parse().ok()
+        })
+        .collect();
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::sum_samples;
+
+    #[test]
+    fn samples_are_summed_over_labels() {
+        let text = "# HELP a x\na{vm=\"1\"} 3\na{vm=\"2\"} 4\nab 9\nc 1e3\n";
+        assert_eq!(sum_samples(text, "a"), Some(7));
+        assert_eq!(sum_samples(text, "c"), Some(1000));
+        assert_eq!(sum_samples(text, "missing"), None);
+    }
+}

@@ -1,0 +1,67 @@
+//! End to end on real parts: libvirtd, QEMU, userfaultfd, a memory server in another process.
+//!
+//! All tests share one private host (see `outram_tests::hermetic`) and run one after another unless
+//! `--test-threads` says otherwise. Where no such host can be made, each is reported as ignored, with
+//! the reason on top.
+
+mod checker;
+mod fixture;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use fixture::Lab;
+use libtest_mimic::{Arguments, Failed, Trial};
+use outram_tests::hermetic::sandbox::{self, Side};
+
+/// A test: its name and what it does.
+type Test = (&'static str, fn(&Lab) -> anyhow::Result<()>);
+
+fn tests() -> Vec<Test> {
+    [checker::TESTS].concat()
+}
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // Each guest wants a processor of its own, and there may be two.
+    arguments.test_threads.get_or_insert(1);
+    if arguments.list {
+        return libtest_mimic::run(&arguments, trials(None)).exit_code();
+    }
+    if let Some(reason) = sandbox::obstacle() {
+        eprintln!("\nSKIPPED: all end-to-end tests: {reason}\n");
+        return libtest_mimic::run(&arguments, trials(None)).exit_code();
+    }
+    match sandbox::enter() {
+        Ok(Side::Outside(code)) => return ExitCode::from(code),
+        Ok(Side::Inside) => {}
+        Err(error) => {
+            eprintln!("the sandbox could not be entered: {error:#}");
+            return ExitCode::FAILURE;
+        }
+    }
+    match Lab::new() {
+        Ok(lab) => libtest_mimic::run(&arguments, trials(Some(Arc::new(lab)))).exit_code(),
+        Err(error) => {
+            eprintln!("the private host could not be made: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The tests on a host; without one, all of them ignored.
+fn trials(lab: Option<Arc<Lab>>) -> Vec<Trial> {
+    tests()
+        .into_iter()
+        .map(|(name, test)| match &lab {
+            Some(lab) => {
+                let lab = Arc::clone(lab);
+                Trial::test(name, move || {
+                    lab.run(name, test)
+                        .map_err(|error| Failed::from(format!("{error:#}")))
+                })
+            }
+            None => Trial::test(name, || Ok(())).with_ignored_flag(true),
+        })
+        .collect()
+}
