@@ -89,3 +89,107 @@ pub(super) fn expect_uffd(fd: BorrowedFd<'_>) -> io::Result<()> {
         ))
     }
 }
+
+/// Sends one byte with a descriptor over a unix socket.
+pub(super) fn send_descriptor(
+    socket: BorrowedFd<'_>,
+    byte: u8,
+    descriptor: BorrowedFd<'_>,
+) -> io::Result<()> {
+    const CONTROL_BYTES: usize = 24;
+    let mut byte = byte;
+    let mut part = libc::iovec {
+        iov_base: (&raw mut byte).cast(),
+        iov_len: 1,
+    };
+    let mut control = [0u64; CONTROL_BYTES / 8];
+    let header = libc::cmsghdr {
+        // CMSG_LEN(sizeof(int)): the header and one descriptor.
+        cmsg_len: size_of::<libc::cmsghdr>() + size_of::<RawFd>(),
+        cmsg_level: libc::SOL_SOCKET,
+        cmsg_type: libc::SCM_RIGHTS,
+    };
+    // SAFETY: the buffer is aligned for, and larger than, a cmsghdr.
+    unsafe { control.as_mut_ptr().cast::<libc::cmsghdr>().write(header) };
+    control[size_of::<libc::cmsghdr>() / 8] = descriptor.as_raw_fd() as u64;
+    // SAFETY: all zeros make a valid msghdr (null pointers, zero lengths).
+    let mut message = unsafe { MaybeUninit::<libc::msghdr>::zeroed().assume_init() };
+    message.msg_iov = &raw mut part;
+    message.msg_iovlen = 1;
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = CONTROL_BYTES;
+    // SAFETY: the message points to live locals of the lengths it says.
+    let sent = check(unsafe {
+        libc::sendmsg(
+            socket.as_raw_fd(),
+            &raw const message,
+            libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
+        )
+    } as libc::c_long)?;
+    if sent == 1 {
+        Ok(())
+    } else {
+        Err(io::Error::from(io::ErrorKind::WriteZero))
+    }
+}
+
+/// Receives one byte without waiting; passed descriptors are dropped.
+fn receive_byte(socket: BorrowedFd<'_>, flags: libc::c_int) -> io::Result<u8> {
+    let mut byte = 0u8;
+    // SAFETY: the pointer is to one live byte.
+    let received = check(unsafe {
+        libc::recv(
+            socket.as_raw_fd(),
+            (&raw mut byte).cast(),
+            1,
+            flags | libc::MSG_DONTWAIT,
+        )
+    } as libc::c_long)?;
+    if received == 1 {
+        Ok(byte)
+    } else {
+        Err(io::Error::from(io::ErrorKind::UnexpectedEof))
+    }
+}
+
+/// The next byte to be read from a socket, left where it is.
+pub(super) fn peek_byte(socket: BorrowedFd<'_>) -> io::Result<u8> {
+    receive_byte(socket, libc::MSG_PEEK)
+}
+
+/// Takes the next byte out of a socket.
+pub(super) fn discard_byte(socket: BorrowedFd<'_>) -> io::Result<()> {
+    receive_byte(socket, 0).map(|_| ())
+}
+
+/// Blocks every signal of this thread (SIGKILL and SIGSTOP cannot be).
+pub(super) fn block_all_signals() -> io::Result<()> {
+    let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
+    // SAFETY: the pointer is to a live local, which this initialises.
+    unsafe { libc::sigfillset(set.as_mut_ptr()) };
+    // SAFETY: the set is initialised; the old one is not asked for.
+    let result =
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut()) };
+    match result {
+        0 => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}
+
+/// Starts a session of our own, so that nothing sent to our parent's reaches us.
+pub(super) fn own_session() -> io::Result<()> {
+    // SAFETY: takes nothing.
+    check(libc::c_long::from(unsafe { libc::setsid() })).map(|_| ())
+}
+
+/// Whether the other end of a pipe that we write to is closed.
+pub(super) fn reader_is_gone(pipe: BorrowedFd<'_>) -> bool {
+    let mut poll = libc::pollfd {
+        fd: pipe.as_raw_fd(),
+        events: 0,
+        revents: 0,
+    };
+    // SAFETY: the pointer is to one live pollfd.
+    let ready = unsafe { libc::poll(&raw mut poll, 1, 0) };
+    ready > 0 && poll.revents & libc::POLLERR != 0
+}

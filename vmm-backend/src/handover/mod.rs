@@ -16,12 +16,14 @@ mod injector;
 mod kernel;
 mod outcome;
 mod ptrace;
+mod thread;
 mod ways;
 
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::time::Duration;
 
 pub use injector::injector_main;
@@ -162,6 +164,24 @@ pub enum Way {
     Syscall,
 }
 
+impl Way {
+    /// Its name on command lines and in configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Way::Device => "device",
+            Way::PassedDevice => "passed-device",
+            Way::Syscall => "syscall",
+        }
+    }
+
+    /// The way of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Way::Device, Way::PassedDevice, Way::Syscall]
+            .into_iter()
+            .find(|way| way.name() == name)
+    }
+}
+
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -181,6 +201,9 @@ pub struct Options {
     pub timeout: Duration,
     /// Ways that may be tried, in this order. For tests and for `doctor`; all by default.
     pub ways: Vec<Way>,
+    /// The program whose subcommand `inject` is the injector: this one, unless a test says
+    /// otherwise.
+    pub injector: PathBuf,
 }
 
 impl Default for Options {
@@ -189,6 +212,7 @@ impl Default for Options {
             allow_sysctl: false,
             timeout: Duration::from_secs(10),
             ways: vec![Way::Device, Way::PassedDevice, Way::Syscall],
+            injector: PathBuf::from("/proc/self/exe"),
         }
     }
 }
