@@ -193,3 +193,15 @@ pub(super) fn reader_is_gone(pipe: BorrowedFd<'_>) -> bool {
     let ready = unsafe { libc::poll(&raw mut poll, 1, 0) };
     ready > 0 && poll.revents & libc::POLLERR != 0
 }
+
+/// Page size of a file on hugetlbfs; `None` for any other.
+pub(super) fn huge_page_bytes(file: BorrowedFd<'_>) -> io::Result<Option<u64>> {
+    let mut status = MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: the pointer is to a live local of the type that the call fills.
+    check(libc::c_long::from(unsafe {
+        libc::fstatfs(file.as_raw_fd(), status.as_mut_ptr())
+    }))?;
+    // SAFETY: zeroed, and filled by the kernel; any bytes are valid integers.
+    let status = unsafe { status.assume_init() };
+    Ok((status.f_type == libc::HUGETLBFS_MAGIC).then_some(status.f_bsize as u64))
+}
