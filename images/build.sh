@@ -40,7 +40,7 @@ fetch_kernel() { # PACKAGE -> target/images/kernel/ unpacked
 }
 
 build_checker() { # a static program: the guest has no libraries
-  RUSTFLAGS="-C target-feature=+crt-static" cargo build --quiet --release -p outram-checker \
+  RUSTFLAGS="-C target-feature=+crt-static -C strip=symbols" cargo build --quiet --release -p outram-checker \
     --target x86_64-unknown-linux-gnu --target-dir target/guest
 }
 

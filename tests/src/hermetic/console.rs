@@ -85,6 +85,17 @@ impl Console {
     /// Waits for a line that begins with one of `starts`, and takes it and all before it.
     /// The guest's own `ERROR`, a panic of its kernel or the line's end fail at once.
     pub fn expect(&mut self, starts: &[&str], limit: Duration) -> Result<Answer> {
+        let Some(answer) = self.hear(starts, limit)? else {
+            bail!(
+                "waited for {starts:?}, but nothing came for {limit:?}; last lines:\n{}",
+                self.tail()
+            );
+        };
+        Ok(answer)
+    }
+
+    /// As [`Console::expect`], but that nothing came in time is no error.
+    pub fn hear(&mut self, starts: &[&str], limit: Duration) -> Result<Option<Answer>> {
         let deadline = Instant::now() + limit;
         let (lock, arrived) = &*self.heard;
         let mut heard = lock.lock().unwrap_or_else(PoisonError::into_inner);
@@ -92,23 +103,21 @@ impl Console {
             while let Some(line) = heard.lines.get(self.taken) {
                 self.taken += 1;
                 if starts.iter().any(|start| line.starts_with(start)) {
-                    return Ok(Answer::parse(line));
+                    return Ok(Some(Answer::parse(line)));
                 }
                 if line.starts_with("ERROR") || line.contains("Kernel panic") {
                     bail!("the guest said: {line}\n{}", tail(&heard));
                 }
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || heard.closed {
-                let why = if heard.closed {
-                    "the serial line closed".to_owned()
-                } else {
-                    format!("nothing came for {limit:?}")
-                };
+            if heard.closed {
                 bail!(
-                    "waited for {starts:?}, but {why}; last lines:\n{}",
+                    "waited for {starts:?}, but the serial line closed; last lines:\n{}",
                     tail(&heard)
                 );
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
             }
             heard = arrived
                 .wait_timeout(heard, left)
@@ -122,6 +131,10 @@ impl Console {
         self.send(command)?;
         self.expect(&[start], limit)
             .with_context(|| format!("after the command '{command}'"))
+    }
+
+    fn tail(&self) -> String {
+        tail(&self.heard.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Everything heard so far.

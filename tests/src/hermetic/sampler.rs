@@ -121,6 +121,15 @@ impl Sampler {
         }
     }
 
+    /// Judges from now on; what was before is not asked.
+    pub fn judge_from_now(&self, stated: Stated) {
+        self.shared
+            .fixed_anon
+            .store(stated.fixed_anon, Ordering::Relaxed);
+        let allowed = stated.limit + stated.headroom;
+        self.shared.allowed.store(allowed, Ordering::Relaxed);
+    }
+
     /// Watches without judging: a limit is on its way to another.
     pub fn pause(&self) {
         self.shared.allowed.store(UNJUDGED, Ordering::Relaxed);

@@ -118,6 +118,16 @@ impl MemServer {
         sum_samples(&text, name).with_context(|| format!("no metric {name} in:\n{text}"))
     }
 
+    /// Slabs that clients hold, by the server's own count.
+    pub fn slabs_leased(&self) -> Result<u64> {
+        self.metric("outram_memserver_slabs_leased")
+    }
+
+    /// Bytes of those slabs.
+    pub fn bytes_leased(&self) -> Result<u64> {
+        self.metric("outram_memserver_leased_bytes")
+    }
+
     fn wait_ready(&mut self) -> Result<()> {
         let (child, address) = (&mut self.child, &self.address);
         wait_for(

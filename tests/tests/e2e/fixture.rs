@@ -3,9 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::console::{Answer, Console};
+use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::Host;
+use outram_tests::hermetic::server::MemServer;
+use outram_wire::control::Status;
 
 /// The private host that all tests share.
 pub(crate) struct Lab {
@@ -16,6 +20,7 @@ impl Lab {
     /// Starts it.
     pub(crate) fn new() -> Result<Self> {
         let host = Host::start(&images())?;
+        host.set_up_outram()?;
         Ok(Self { host })
     }
 
@@ -23,7 +28,7 @@ impl Lab {
     pub(crate) fn run(&self, name: &str, test: fn(&Lab) -> Result<()>) -> Result<()> {
         let start = std::time::Instant::now();
         let result = test(self);
-        println!("{name}: {:.1} s", start.elapsed().as_secs_f64());
+        note_duration(name, start.elapsed());
         result.map_err(|error| {
             let to = logs().join(name);
             match self.host.keep_logs(&to) {
@@ -49,6 +54,87 @@ fn images() -> PathBuf {
 /// Where logs of failed tests are kept.
 fn logs() -> PathBuf {
     target().join("e2e-logs")
+}
+
+/// Appends to `target/e2e-times`: where the suite's time goes.
+fn note_duration(name: &str, took: Duration) {
+    let line = format!("{name} {:.1} s\n", took.as_secs_f64());
+    let file = std::fs::File::options()
+        .create(true)
+        .append(true)
+        .open(target().join("e2e-times"));
+    // Only of use to people who look; never a reason to fail.
+    let _ = file.and_then(|mut file| std::io::Write::write_all(&mut file, line.as_bytes()));
+}
+
+/// Pages that a guest may leave to its kernel while most of its RAM is in use.
+pub(crate) const SHARE: u64 = 80;
+
+/// RAM of an ordinary guest: the smallest whose kernel leaves 80 per cent to the checker.
+pub(crate) const RAM_MIB: u64 = 384;
+
+/// Long enough for anything that works at all on a loaded machine.
+pub(crate) const LONG: Duration = Duration::from_secs(180);
+
+/// For what is done in a moment.
+pub(crate) const SHORT: Duration = Duration::from_secs(30);
+
+impl Lab {
+    /// A memory server with small slabs, so that little memory makes many of them.
+    pub(crate) fn server(&self, memory: &str) -> Result<MemServer> {
+        MemServer::start(&self.host, memory, &["--slab-size", "4MiB"])
+    }
+
+    /// Defines a guest and attaches it with `outram attach`.
+    pub(crate) fn attach(&self, spec: Spec, limit: &[&str], server: &str) -> Result<Guest> {
+        let guest = Guest::define(spec)?;
+        let mut arguments = vec!["attach", guest.name()];
+        arguments.extend(limit);
+        arguments.extend(["--server", server]);
+        self.host.outram_ok(&arguments)?;
+        Ok(guest)
+    }
+
+    /// `outram tune`, which must succeed.
+    pub(crate) fn tune(&self, guest: &Guest, limit: &[&str]) -> Result<()> {
+        let mut arguments = vec!["tune", guest.name()];
+        arguments.extend(limit);
+        self.host.outram_ok(&arguments).map(drop)
+    }
+}
+
+/// Host memory of a guest as its backend reports the kernel's counts.
+pub(crate) fn kernel_cost(status: &Status) -> u64 {
+    status.kernel_memfd_bytes
+        + status.kernel_staging_bytes
+        + status
+            .kernel_anon_bytes
+            .saturating_sub(status.fixed_anon_bytes)
+}
+
+/// Waits until a guest costs no more than its limit and headroom, by the kernel's count.
+pub(crate) fn wait_under_limit(guest: &Guest) -> Result<Status> {
+    guest.wait_status("the limit to be reached", LONG, |status| {
+        kernel_cost(status) <= status.limit_bytes + status.headroom_bytes
+    })
+}
+
+/// Ends a guest from inside and waits until nothing of it is left, on the server neither.
+pub(crate) fn power_off(guest: &Guest, console: &mut Console, server: &MemServer) -> Result<()> {
+    console.send("poweroff")?;
+    guest.wait_state("shut off", LONG)?;
+    guest.wait_backend_gone(SHORT)?;
+    wait_slabs(server, |slabs| slabs == 0)
+}
+
+/// Waits until the server's own count of leased slabs is as wanted.
+pub(crate) fn wait_slabs(server: &MemServer, wanted: impl Fn(u64) -> bool) -> Result<()> {
+    let mut last = 0;
+    wait_for("slabs to be given back", SHORT, || {
+        last = server.slabs_leased()?;
+        Ok(wanted(last).then_some(()))
+    })
+    .with_context(|| format!("the server still counts {last} slabs"))
 }
 
 /// Runs the checker in a guest over `share` per cent of its RAM and demands that all is well.

@@ -5,7 +5,15 @@
 //! the reason on top.
 
 mod checker;
+mod disk;
 mod fixture;
+mod life;
+mod neighbours;
+mod outage;
+mod ratio;
+mod refusals;
+mod strangers;
+mod tune;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -18,7 +26,18 @@ use outram_tests::hermetic::sandbox::{self, Side};
 type Test = (&'static str, fn(&Lab) -> anyhow::Result<()>);
 
 fn tests() -> Vec<Test> {
-    [checker::TESTS].concat()
+    [
+        checker::TESTS,
+        refusals::TESTS,
+        ratio::TESTS,
+        tune::TESTS,
+        neighbours::TESTS,
+        life::TESTS,
+        disk::TESTS,
+        outage::TESTS,
+        strangers::TESTS,
+    ]
+    .concat()
 }
 
 fn main() -> ExitCode {

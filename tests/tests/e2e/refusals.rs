@@ -1,0 +1,329 @@
+//! Point 8: what is refused, each with a message that names the reason and the cure; and that no
+//! mistake of ours keeps an unrelated domain from starting.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use outram_tests::hermetic::command::{Finished, run};
+use outram_tests::hermetic::guest::{Guest, Spec};
+use outram_tests::hermetic::host::{IMAGES, virsh, virsh_ok};
+
+use crate::Test;
+use crate::fixture::{Lab, RAM_MIB, SHORT};
+
+pub(crate) const TESTS: &[Test] = &[
+    ("attach_refuses_what_cannot_be_paged", domains),
+    ("commands_refuse_bad_arguments", arguments),
+    ("start_refuses_with_our_reason", starts),
+    ("shared_memory_thp_is_refused", thp),
+    ("unrelated_domains_start_whatever_is_broken", unrelated),
+    ("a_domain_edited_by_hand_starts", by_hand),
+    ("detach_restores_the_domain", detach),
+];
+
+const MEMFD_SHARED: &str = "<source type='memfd'/><access mode='shared'/>";
+
+/// Elements of a domain that must be refused, and words of the reason.
+struct Refused {
+    elements: String,
+    devices: &'static str,
+    reason: &'static str,
+}
+
+fn backing(inner: &str) -> String {
+    format!("<memoryBacking>{inner}</memoryBacking>")
+}
+
+fn refused_domains() -> Vec<Refused> {
+    let with_backing = |inner: &str, reason| Refused {
+        elements: backing(inner),
+        devices: "",
+        reason,
+    };
+    let with_device = |devices, reason| Refused {
+        elements: backing(MEMFD_SHARED),
+        devices,
+        reason,
+    };
+    vec![
+        with_backing(
+            "<source type='memfd'/><access mode='private'/>",
+            "access mode='shared'",
+        ),
+        with_backing(
+            &format!("{MEMFD_SHARED}<allocation mode='immediate'/>"),
+            "allocation",
+        ),
+        with_backing(&format!("<locked/>{MEMFD_SHARED}"), "lock"),
+        with_device(
+            "<hostdev mode='subsystem' type='pci' managed='yes'><source>\
+             <address domain='0x0000' bus='0x00' slot='0x1f' function='0x0'/></source></hostdev>",
+            "hostdev",
+        ),
+        with_device(
+            "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>\
+             <source file='/var/lib/libvirt/images/initrd'/><target dev='vdb' bus='virtio'/>\
+             <readonly/></disk>",
+            "cache='none'",
+        ),
+        with_device(
+            "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='directsync'/>\
+             <source file='/var/lib/libvirt/images/initrd'/><target dev='vdb' bus='virtio'/>\
+             <readonly/></disk>",
+            "cache='directsync'",
+        ),
+        with_device(
+            "<filesystem type='mount'><driver type='virtiofs'/><source dir='/srv'/>\
+             <target dir='share'/></filesystem>",
+            "virtiofs",
+        ),
+    ]
+}
+
+/// The command failed, and its message has these words.
+fn demand_refusal(finished: &Finished, words: &[&str]) -> Result<()> {
+    let said = finished.said();
+    ensure!(
+        !finished.success(),
+        "'{}' must be refused; it said: {said}",
+        finished.line
+    );
+    let lower = said.to_lowercase();
+    for word in words {
+        ensure!(
+            lower.contains(&word.to_lowercase()),
+            "'{}' must name '{word}'; it said: {said}",
+            finished.line
+        );
+    }
+    ensure!(!said.contains("panicked"), "a panic is no message: {said}");
+    Ok(())
+}
+
+fn domains(lab: &Lab) -> Result<()> {
+    let server = lab.server("1GiB")?;
+    for refused in refused_domains() {
+        let mut spec = Spec::new("refused", RAM_MIB);
+        spec.extra_elements = refused.elements;
+        spec.extra_devices = refused.devices.to_owned();
+        let guest = Guest::define(spec).with_context(|| refused.reason.to_owned())?;
+        let before = virsh_ok(&["dumpxml", "--inactive", guest.name()])?;
+        let finished = lab.host.outram(&[
+            "attach",
+            guest.name(),
+            "--local-ratio",
+            "0.5",
+            "--server",
+            &server.address,
+        ])?;
+        demand_refusal(&finished, &[refused.reason])?;
+        let after = virsh_ok(&["dumpxml", "--inactive", guest.name()])?;
+        ensure!(before == after, "a refused domain must stay as it was");
+    }
+    Ok(())
+}
+
+fn arguments(lab: &Lab) -> Result<()> {
+    let guest = Guest::define(Spec::new("arguments", RAM_MIB))?;
+    let name = guest.name();
+    let cases: &[(&[&str], &[&str])] = &[
+        (
+            &["attach", name, "--local-ratio", "1.5"],
+            &["1.5", "above 0"],
+        ),
+        (&["attach", name, "--local-ratio", "0"], &["above 0"]),
+        (&["attach", name, "--local-ratio", "half"], &["half", "0.5"]),
+        (
+            &["attach", name, "--local", "12 parsecs"],
+            &["12 parsecs", "size"],
+        ),
+        (&["attach", name], &["--local-ratio"]),
+        (
+            &["attach", name, "--local-ratio", "0.5"],
+            &["no memory server", "--server"],
+        ),
+        (
+            &[
+                "attach",
+                "nobody",
+                "--local-ratio",
+                "0.5",
+                "--server",
+                "127.0.0.1:1",
+            ],
+            &["nobody"],
+        ),
+        (
+            &[
+                "attach",
+                name,
+                "--local-ratio",
+                "0.5",
+                "--server",
+                "nonsense",
+            ],
+            &["nonsense", "port"],
+        ),
+        (
+            &[
+                "-c",
+                "qemu:///session",
+                "attach",
+                name,
+                "--local-ratio",
+                "0.5",
+            ],
+            &["qemu:///session", "qemu:///system"],
+        ),
+        (&["tune", name, "--local-ratio", "0.5"], &[name]),
+        (&["tune", "nobody", "--local-ratio", "0.5"], &["nobody"]),
+        (&["detach", "nobody"], &["nobody"]),
+        (&["status", "nobody"], &["nobody"]),
+    ];
+    for (arguments, words) in cases {
+        demand_refusal(&lab.host.outram(arguments)?, words)?;
+    }
+    Ok(())
+}
+
+/// What only shows when the domain starts: our reason must be in virsh's error.
+fn starts(lab: &Lab) -> Result<()> {
+    let server = lab.server("64MiB")?;
+    let guest = lab.attach(
+        Spec::new("starts", RAM_MIB),
+        &["--local-ratio", "0.1"],
+        &server.address,
+    )?;
+    let start = || virsh(&["start", guest.name()]);
+    demand_refusal(&start()?, &["full"]).context("a server with too little memory")?;
+
+    lab.host.outram_ok(&[
+        "attach",
+        guest.name(),
+        "--local-ratio",
+        "0.5",
+        "--server",
+        "127.0.0.1:1",
+    ])?;
+    demand_refusal(&start()?, &["127.0.0.1:1"]).context("no server at that address")?;
+
+    let settings = Path::new("/etc/outram/backend.toml");
+    let good = fs::read_to_string(settings)?;
+    fs::write(settings, format!("{good}\nlocal-ration = 0.5\n"))?;
+    let refused = start();
+    fs::write(settings, good)?;
+    demand_refusal(&refused?, &["local-ration"]).context("an unknown key in backend.toml")?;
+    ensure!(
+        guest.state()? == "shut off",
+        "a refused start leaves it off"
+    );
+
+    let mut typo = hand_written("typo", &server.address);
+    typo.metadata = typo.metadata.replace("local-ratio", "local-ration");
+    let typo = Guest::define(typo)?;
+    let refused = virsh(&["start", typo.name()])?;
+    demand_refusal(&refused, &["local-ration"]).context("a typo in hand-written metadata")
+}
+
+/// Shared-memory THP makes punching unsafe, so it is refused while it is on. The kernel's own file
+/// is hidden by one that says so: the machine's setting is not touched.
+fn thp(lab: &Lab) -> Result<()> {
+    let setting = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    let pretended = "/run/shmem_enabled";
+    fs::write(pretended, "always within_size [advise] never deny force\n")?;
+    let server = lab.server("1GiB")?;
+    let guest = lab.attach(
+        Spec::new("thp", RAM_MIB),
+        &["--local-ratio", "0.5"],
+        &server.address,
+    )?;
+    run("mount", &["--bind", pretended, setting])?;
+    let refused = virsh(&["start", guest.name()]);
+    let told = fs::read_to_string(guest.run_dir().join("error")).unwrap_or_default();
+    run("umount", &[setting])?;
+    let mut refused = refused?;
+    refused.stderr.push_str(&told);
+    demand_refusal(&refused, &["shmem_enabled"])
+}
+
+/// A guest as the documentation has it written by hand.
+fn hand_written(name: &str, server: &str) -> Spec {
+    let mut spec = Spec::new(name, RAM_MIB);
+    let uuid = format!("6f757472-616d-4000-8000-{:0>12}", name.len());
+    spec.extra_elements = format!("<uuid>{uuid}</uuid>{}", backing(MEMFD_SHARED));
+    spec.metadata = format!(
+        "<outram:memory xmlns:outram='https://outram.dev/xmlns/domain/1' local-ratio='0.5'>\
+         <outram:server address='{server}'/></outram:memory>"
+    );
+    spec.extra_devices = format!(
+        "<disk type='vhostuser' device='disk'><driver name='qemu' type='raw'/>\
+         <source type='unix' path='/run/outram/{uuid}/vhost.sock'>\
+         <reconnect enabled='yes' timeout='1'/></source>\
+         <target dev='vdz' bus='virtio'/></disk>"
+    );
+    spec
+}
+
+fn by_hand(lab: &Lab) -> Result<()> {
+    let server = lab.server("1GiB")?;
+    let guest = Guest::define(hand_written("byhand", &server.address))?;
+    let mut console = guest.boot()?;
+    crate::fixture::check(&mut console, 70, 1)?;
+    ensure!(
+        guest.status()?.ram_bytes == RAM_MIB << 20,
+        "all of its RAM is paged"
+    );
+    crate::fixture::power_off(&guest, &mut console, &server)
+}
+
+/// A hook that is broken in every way we can think of, beside a domain that is none of ours.
+fn unrelated(_lab: &Lab) -> Result<()> {
+    let guest = Guest::define(Spec::new("unrelated", 128))?;
+    let start = |what: &str| -> Result<()> {
+        virsh_ok(&["start", guest.name()]).with_context(|| format!("with {what}"))?;
+        guest.destroy()?;
+        guest.wait_state("shut off", SHORT)
+    };
+    start("everything in order")?;
+    let settings = Path::new("/etc/outram/backend.toml");
+    let good = fs::read_to_string(settings)?;
+    fs::write(settings, "this is no TOML [[[")?;
+    let result = start("broken settings");
+    fs::write(settings, good)?;
+    result?;
+    let (run, away) = (Path::new("/run/outram"), Path::new("/run/outram-away"));
+    fs::rename(run, away)?;
+    fs::write(run, "a file where a directory should be")?;
+    let result = start("no run directory");
+    fs::remove_file(run)?;
+    fs::rename(away, run)?;
+    result?;
+    ensure!(
+        Path::new(IMAGES).join("vmlinuz").exists(),
+        "the host's images are where they were"
+    );
+    Ok(())
+}
+
+fn detach(lab: &Lab) -> Result<()> {
+    let guest = Guest::define(Spec::new("detach", RAM_MIB))?;
+    let xml = || virsh_ok(&["dumpxml", "--inactive", guest.name()]);
+    let before = xml()?;
+    lab.host.outram_ok(&[
+        "attach",
+        guest.name(),
+        "--local-ratio",
+        "0.5",
+        "--server",
+        "127.0.0.1:7070",
+    ])?;
+    ensure!(xml()?.contains("vhostuser"), "attach adds the disk");
+    lab.host.outram_ok(&["detach", guest.name()])?;
+    let after = xml()?;
+    ensure!(
+        before == after,
+        "detach must restore the domain.\nbefore:\n{before}\nafter:\n{after}"
+    );
+    Ok(())
+}
