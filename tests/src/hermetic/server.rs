@@ -22,11 +22,12 @@ pub struct MemServer {
     /// Where it listens.
     pub address: String,
     metrics: String,
+    slab_bytes: u64,
 }
 
 impl MemServer {
-    /// Starts one that lends at most `memory`, with further flags.
-    pub fn start(host: &Host, memory: &str, flags: &[&str]) -> Result<Self> {
+    /// Starts one that lends at most `memory`, in slabs of `slab_mib`.
+    pub fn start(host: &Host, memory: &str, slab_mib: u64) -> Result<Self> {
         let address = format!("127.0.0.1:{}", host.port());
         let metrics = format!("127.0.0.1:{}", host.port());
         let mut arguments: Vec<String> = [
@@ -46,7 +47,7 @@ impl MemServer {
         ] {
             arguments.extend([flag.to_owned(), format!("{PKI}/{file}")]);
         }
-        arguments.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        arguments.extend(["--slab-size".to_owned(), format!("{slab_mib}MiB")]);
         let program = host.program("outram-memserver")?;
         let child = spawn(&program, &arguments)?;
         let mut server = Self {
@@ -55,6 +56,7 @@ impl MemServer {
             child,
             address,
             metrics,
+            slab_bytes: slab_mib << 20,
         };
         server.wait_ready()?;
         Ok(server)
@@ -120,7 +122,7 @@ impl MemServer {
 
     /// Slabs that clients hold, by the server's own count.
     pub fn slabs_leased(&self) -> Result<u64> {
-        self.metric("outram_memserver_slabs_leased")
+        Ok(self.bytes_leased()? / self.slab_bytes)
     }
 
     /// Bytes of those slabs.

@@ -71,7 +71,7 @@ fn note_duration(name: &str, took: Duration) {
 pub(crate) const SHARE: u64 = 80;
 
 /// RAM of an ordinary guest: the smallest whose kernel leaves 80 per cent to the checker.
-pub(crate) const RAM_MIB: u64 = 384;
+pub(crate) const RAM_MIB: u64 = 448;
 
 /// Long enough for anything that works at all on a loaded machine.
 pub(crate) const LONG: Duration = Duration::from_secs(180);
@@ -82,7 +82,7 @@ pub(crate) const SHORT: Duration = Duration::from_secs(30);
 impl Lab {
     /// A memory server with small slabs, so that little memory makes many of them.
     pub(crate) fn server(&self, memory: &str) -> Result<MemServer> {
-        MemServer::start(&self.host, memory, &["--slab-size", "4MiB"])
+        MemServer::start(&self.host, memory, 4)
     }
 
     /// Defines a guest and attaches it with `outram attach`.

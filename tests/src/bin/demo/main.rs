@@ -90,7 +90,7 @@ fn set_the_stage<'a>(options: &Options, host: &'a Host) -> Result<Stage<'a>> {
     say("Making certificates and installing libvirt's hook: 'outram pki', 'outram setup'.");
     host.set_up_outram()?;
     let lent = format!("{}MiB", options.memory_mib);
-    let server = MemServer::start(host, &lent, &["--slab-size", "16MiB"])?;
+    let server = MemServer::start(host, &lent, 16)?;
     say(&format!(
         "Starting a memory server that lends up to {lent} at {}.",
         server.address
