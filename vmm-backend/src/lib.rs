@@ -3,4 +3,5 @@
 pub mod device;
 pub mod engine;
 pub mod handover;
+pub mod pager;
 pub mod remote;

@@ -178,6 +178,8 @@ pub trait Ports {
     fn start_run(&mut self, run: eviction::Run);
     /// Queues a page for write-back; answered by [`shard::Shard::on_written_back`].
     fn write_back(&mut self, page: StagedPage);
+    /// Writes a page's bytes into a staging slot, which the shard holds.
+    fn stage(&mut self, slot: StagingSlot, bytes: &[u8]);
     /// Answers a pin request.
     fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>);
     /// Asks the other shards to evict, or to look for room.

@@ -174,10 +174,11 @@ impl SlotPool {
         group.put_back(slot.index);
         let (empty, vacating, size) = (group.used == 0, group.vacating, u64::from(group.slots));
         // One empty slab is kept against lease traffic back and forth.
-        if empty && (vacating || inner.room() >= 2 * size) {
-            if let Some(group) = inner.groups[slot.group as usize].take() {
-                inner.releasable.push(group.slab);
-            }
+        if empty
+            && (vacating || inner.room() >= 2 * size)
+            && let Some(group) = inner.groups[slot.group as usize].take()
+        {
+            inner.releasable.push(group.slab);
         }
     }
 
@@ -249,6 +250,16 @@ impl SlotPool {
             return None;
         }
         Some(number as u32)
+    }
+
+    /// Whether a slot's server wants its slab back.
+    pub fn is_vacating(&self, slot: SlotId) -> bool {
+        let inner = self.lock();
+        let group = inner
+            .groups
+            .get(slot.group as usize)
+            .and_then(Option::as_ref);
+        group.is_some_and(|group| group.vacating)
     }
 
     /// Slabs leased and pages in them, of one server.

@@ -158,7 +158,7 @@ impl Session {
 
     /// Gives everything back and ends the session: waits for the server's word, at most `timeout`.
     /// Without it the server takes everything back when the lease ends.
-    pub fn close(self, timeout: Duration) -> Result<(), RemoteError> {
+    pub fn close(&self, timeout: Duration) -> Result<(), RemoteError> {
         self.await_answer(timeout, Order::Close)
     }
 

@@ -8,6 +8,7 @@
 //! After any batch of events the caller calls [`Shard::pump`], which retries what could not be
 //! done, gives room to those who wait for it, and hands out runs to evict.
 
+mod moving;
 mod pins;
 mod reclaim;
 #[cfg(test)]
@@ -19,6 +20,7 @@ use super::policy::{Arrival, Policy};
 use super::stats::FaultKind;
 use super::table::{Entry, State};
 use super::{Fetch, FetchId, Install, PageIndex, PageRun, PinId, Ports, SharedRef};
+use crate::engine::staging::Ticket;
 use pins::PinRequest;
 
 /// Pages made zero ahead of a guest that touches its memory in order, at most.
@@ -68,6 +70,11 @@ struct Pending {
 }
 
 impl Pending {
+    /// Nobody waits: the page is only being moved.
+    fn is_idle(&self) -> bool {
+        self.fault.is_none() && self.pins.is_empty()
+    }
+
     fn wants_write(&self) -> bool {
         !self.pins.is_empty()
             || self
@@ -90,6 +97,10 @@ pub struct Shard<P: Ports> {
     frozen: Vec<PageRun>,
     pins: HashMap<PageIndex, u32>,
     pin_requests: HashMap<PinId, PinRequest>,
+    /// Pages to be moved out of slabs that their server wants back.
+    to_move: VecDeque<PageIndex>,
+    /// Staging slots for pages on their way.
+    moving: HashMap<PageIndex, Ticket>,
     next_fetch: u64,
     runs_out: u32,
     resident: u64,
@@ -114,6 +125,8 @@ impl<P: Ports> Shard<P> {
             frozen: Vec::new(),
             pins: HashMap::new(),
             pin_requests: HashMap::new(),
+            to_move: VecDeque::new(),
+            moving: HashMap::new(),
             next_fetch: 0,
             runs_out: 0,
             resident: 0,
@@ -225,7 +238,13 @@ impl<P: Ports> Shard<P> {
             return;
         };
         if self.shared.key.tag(page, entry.generation, bytes) == entry.tag {
-            self.install_fetched(page, entry, bytes, pending);
+            match self.moving.remove(&page) {
+                Some(ticket) if pending.is_idle() => self.stage_moved(page, entry, bytes, ticket),
+                ticket => {
+                    self.end_move(ticket);
+                    self.install_fetched(page, entry, bytes, pending);
+                }
+            }
         } else if attempt + 1 < FETCH_ATTEMPTS {
             self.start_fetch(page, entry, attempt + 1, pending);
         } else {
@@ -309,6 +328,7 @@ impl<P: Ports> Shard<P> {
                 self.resolve(page, pending);
             }
         }
+        self.move_pages();
         self.schedule_runs();
     }
 
@@ -536,7 +556,10 @@ impl<P: Ports> Shard<P> {
     }
 
     fn install_fetched(&mut self, page: PageIndex, entry: Entry, bytes: &[u8], pending: Pending) {
-        let slot = entry.slot.filter(|_| self.shared.slots.try_keep());
+        let slots = &self.shared.slots;
+        let slot = entry
+            .slot
+            .filter(|slot| !slots.is_vacating(*slot) && slots.try_keep());
         let protect = slot.is_some() && !pending.wants_write();
         let how = self.ports.copy(page, bytes, protect);
         let next = match slot {
@@ -562,6 +585,8 @@ impl<P: Ports> Shard<P> {
 
     /// The page's bytes are gone: nothing wrong is ever given instead.
     fn lose(&mut self, page: PageIndex, pending: Pending) {
+        let ticket = self.moving.remove(&page);
+        self.end_move(ticket);
         let entry = self.shared.table.load(page);
         if entry.state != State::Lost {
             if let Some(slot) = entry.slot {
@@ -617,7 +642,11 @@ impl<P: Ports> Shard<P> {
                 self.shared.budget.release(1);
             }
             self.leave_queues(page, pending.wait);
-            self.resolve(page, pending);
+            let ticket = self.moving.remove(&page);
+            self.end_move(ticket);
+            if !pending.is_idle() {
+                self.resolve(page, pending);
+            }
         }
     }
 

@@ -1,0 +1,98 @@
+//! Moving pages out of a slab that its server wants back: fetched, staged, and written elsewhere,
+//! a few at a time, behind everything that the guest waits for.
+
+use super::*;
+use crate::engine::StagedPage;
+
+/// Pages on their way at once: enough to keep the wire busy, few beside the staging area.
+const MOVES_MOST: usize = 16;
+
+impl<P: Ports> Shard<P> {
+    /// A group of slabs is wanted back. Nothing new is placed in it already.
+    pub fn on_vacate(&mut self, group: u32) {
+        for page in self.range.pages() {
+            let entry = self.shared.table.load(page);
+            if entry.slot.is_none_or(|slot| slot.group != group) {
+                continue;
+            }
+            match entry.state {
+                State::Stored => self.to_move.push_back(page),
+                State::Resident => self.keep_as_dirty(page, entry),
+                // A run in work is looked at when it ends.
+                _ => {}
+            }
+        }
+    }
+
+    /// Starts moving what is to be moved, as far as there is room for it.
+    pub(super) fn move_pages(&mut self) {
+        while self.moving.len() < MOVES_MOST {
+            let Some(page) = self.to_move.pop_front() else {
+                return;
+            };
+            let entry = self.shared.table.load(page);
+            let vacating = entry
+                .slot
+                .is_some_and(|slot| self.shared.slots.is_vacating(slot));
+            // Whoever waits for the page already brings it home, and its slot is dropped then.
+            if entry.state != State::Stored || !vacating || self.pending.contains_key(&page) {
+                continue;
+            }
+            if !self.shared.budget.acquire(1) {
+                return self.to_move.push_front(page);
+            }
+            let Some(ticket) = self
+                .shared
+                .staging
+                .take(1)
+                .and_then(|taken| taken.into_iter().next())
+            else {
+                self.shared.budget.release(1);
+                return self.to_move.push_front(page);
+            };
+            self.moving.insert(page, ticket);
+            let pending = Pending {
+                fault: None,
+                pins: Vec::new(),
+                since_us: self.ports.now_us(),
+                wait: Wait::Retry,
+            };
+            self.start_fetch(page, entry, 0, pending);
+        }
+    }
+
+    /// A page that only moves has arrived.
+    pub(super) fn stage_moved(
+        &mut self,
+        page: PageIndex,
+        entry: Entry,
+        bytes: &[u8],
+        ticket: Ticket,
+    ) {
+        self.ports.stage(ticket.slot, bytes);
+        if let Some(slot) = entry.slot {
+            self.shared.slots.free(slot);
+        }
+        let next = Entry {
+            state: State::Staged,
+            dirty: true,
+            slot: None,
+            staging: Some(ticket.slot),
+            ..entry
+        };
+        self.set(page, next);
+        self.shared.budget.release(1);
+        self.ports.write_back(StagedPage {
+            page,
+            staging: ticket,
+            generation: entry.generation,
+        });
+    }
+
+    /// Gives a move's staging slot back.
+    pub(super) fn end_move(&mut self, ticket: Option<Ticket>) {
+        if let Some(ticket) = ticket {
+            self.shared.staging.release(ticket.slot);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! A queue that wakes its reader out of `poll`.
+//!
+//! Unbounded by type, bounded by use: what may be in it at once is bounded by staging slots, runs
+//! out, and pins, each limited where it is made. A sender never blocks, so that no two threads of
+//! the pager can wait for each other.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use rustix::event::EventfdFlags;
+
+struct Bell {
+    eventfd: OwnedFd,
+    /// Set while a ring is unheard: spares a system call for each further one.
+    rung: AtomicBool,
+}
+
+impl Bell {
+    fn ring(&self) {
+        if !self.rung.swap(true, Ordering::AcqRel)
+            && let Err(error) = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes())
+        {
+            tracing::error!(%error, "a pager thread cannot be woken");
+        }
+    }
+}
+
+/// The sending side.
+pub(super) struct Inbox<T> {
+    sender: Sender<T>,
+    bell: Arc<Bell>,
+}
+
+impl<T> Clone for Inbox<T> {
+    fn clone(&self) -> Self {
+        Self {
+            sender: self.sender.clone(),
+            bell: Arc::clone(&self.bell),
+        }
+    }
+}
+
+impl<T> Inbox<T> {
+    /// Queues a message; dropped where the reader has ended.
+    pub(super) fn send(&self, message: T) {
+        if self.sender.send(message).is_ok() {
+            self.bell.ring();
+        }
+    }
+
+    /// Only wakes the reader.
+    pub(super) fn ring(&self) {
+        self.bell.ring();
+    }
+}
+
+/// The reading side.
+pub(super) struct Messages<T> {
+    receiver: Receiver<T>,
+    bell: Arc<Bell>,
+}
+
+impl<T> Messages<T> {
+    /// The next message, if one is there.
+    pub(super) fn next(&self) -> Option<T> {
+        self.receiver.try_recv().ok()
+    }
+
+    /// Hears the ring: to be called before the messages are read.
+    pub(super) fn hush(&self) {
+        self.bell.rung.store(false, Ordering::Release);
+        let mut count = [0; 8];
+        // Nothing to read is no error here.
+        let _ = rustix::io::read(&self.bell.eventfd, &mut count);
+    }
+}
+
+impl<T> AsFd for Messages<T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.bell.eventfd.as_fd()
+    }
+}
+
+/// A queue and its two sides.
+pub(super) fn inbox<T>() -> std::io::Result<(Inbox<T>, Messages<T>)> {
+    let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    let bell = Arc::new(Bell {
+        eventfd,
+        rung: AtomicBool::new(false),
+    });
+    let (sender, receiver) = unbounded();
+    Ok((
+        Inbox {
+            sender,
+            bell: Arc::clone(&bell),
+        },
+        Messages { receiver, bell },
+    ))
+}

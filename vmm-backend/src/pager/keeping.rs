@@ -1,0 +1,176 @@
+//! Housekeeping: hears what the sessions with the servers say, passes it on, and lets memory of
+//! retired staging slots go.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, select};
+use outram_wire::server::SlabId;
+use outram_wire::units::PAGE_SIZE;
+
+use super::inbox::Inbox;
+use super::limits::BudgetRule;
+use super::report::ServerNotes;
+use super::shard_thread::ShardEvent;
+use super::state_dir::StagingArea;
+use super::writer::{WriterEvent, forget_slabs};
+use crate::engine::SharedRef;
+use crate::engine::slots::{ServerIndex, SlabRef};
+use crate::remote::{Session, SessionEvent};
+
+/// How often leases are checked and retired slots are given back.
+const TICK: Duration = Duration::from_millis(200);
+
+/// The housekeeping of a pager.
+pub(super) struct Housekeeping {
+    pub(super) shared: SharedRef,
+    pub(super) staging: Arc<StagingArea>,
+    pub(super) sessions: Arc<[Session]>,
+    pub(super) events: Receiver<SessionEvent>,
+    pub(super) shards: Vec<Inbox<ShardEvent>>,
+    pub(super) writer: Inbox<WriterEvent>,
+    pub(super) notes: Arc<ServerNotes>,
+    pub(super) rule: Arc<BudgetRule>,
+    /// Slabs in the slot pool, with their servers.
+    pub(super) known_slabs: HashSet<SlabRef>,
+}
+
+impl Housekeeping {
+    /// Works until `stop` says so.
+    pub(super) fn work(mut self, stop: &Receiver<()>) {
+        let tick = crossbeam_channel::tick(TICK);
+        let events = self.events.clone();
+        loop {
+            select! {
+                recv(stop) -> _ => return,
+                recv(tick) -> _ => self.tick(),
+                recv(events) -> event => match event {
+                    Ok(event) => self.hear(event),
+                    Err(_) => {
+                        tracing::error!("all sessions have ended");
+                        return;
+                    }
+                },
+            }
+        }
+    }
+
+    fn tick(&mut self) {
+        for (server, session) in self.sessions.iter().enumerate() {
+            let status = session.status();
+            self.shared
+                .slots
+                .set_connected(server, status.connected && session.lease_valid());
+        }
+        let retired = self.shared.staging.drain_retired();
+        let gave_back = !retired.is_empty();
+        for slot in retired {
+            if let Err(error) = self.staging.give_back(slot) {
+                tracing::warn!(%error, "memory of a staging slot is not given back");
+            }
+        }
+        if gave_back {
+            self.rule.apply(&self.shared);
+            self.shards.iter().for_each(Inbox::ring);
+        }
+    }
+
+    fn hear(&mut self, event: SessionEvent) {
+        match event {
+            SessionEvent::Up {
+                server,
+                slab_bytes,
+                held,
+                ..
+            } => self.up(server, slab_bytes, &held),
+            SessionEvent::DataConnection { server, role, conn } => {
+                self.shared
+                    .slots
+                    .set_connected(server, self.sessions[server].lease_valid());
+                match self.shards.get(role) {
+                    Some(shard) => shard.send(ShardEvent::Connection(server, conn)),
+                    None => self.writer.send(WriterEvent::Connection(server, conn)),
+                }
+            }
+            SessionEvent::Down { server, error } => {
+                tracing::warn!(server, %error, "a memory server is out of reach");
+                self.shared.slots.set_connected(server, false);
+            }
+            SessionEvent::Lost { server, slabs } => {
+                tracing::error!(
+                    server,
+                    slabs = slabs.len(),
+                    "a memory server lost what it held"
+                );
+                let slabs: Vec<SlabRef> = slabs
+                    .iter()
+                    .map(|slab| SlabRef {
+                        server,
+                        slab: slab.0,
+                    })
+                    .collect();
+                self.notes.note_lost(server, slabs.len() as u64);
+                for slab in &slabs {
+                    self.known_slabs.remove(slab);
+                }
+                forget_slabs(&self.shared, &self.shards, &slabs);
+            }
+            SessionEvent::Leased { server, slab } => {
+                let pages = (self.sessions[server].status().slab_bytes / PAGE_SIZE as u64) as u32;
+                let slab = SlabRef {
+                    server,
+                    slab: slab.0,
+                };
+                self.known_slabs.insert(slab);
+                self.shared.slots.add_slab(slab, pages);
+                self.notes.clear_refusal(server);
+                self.writer.send(WriterEvent::Leased(server));
+            }
+            SessionEvent::LeaseRefused { server, reason } => {
+                tracing::warn!(server, %reason, "a memory server leases no slab");
+                self.notes.note_refusal(server, reason.to_string());
+                self.writer.send(WriterEvent::LeaseRefused(server));
+            }
+            SessionEvent::Vacate { server, slab } => {
+                let slab = SlabRef {
+                    server,
+                    slab: slab.0,
+                };
+                if let Some(group) = self.shared.slots.vacate(slab) {
+                    tracing::info!(
+                        server,
+                        slab = slab.slab,
+                        "moving pages out of a slab that its server wants back"
+                    );
+                    self.shards
+                        .iter()
+                        .for_each(|shard| shard.send(ShardEvent::Vacate(group)));
+                }
+                self.writer.ring();
+            }
+            SessionEvent::Closing { server } => {
+                tracing::warn!(server, "a memory server is being stopped");
+            }
+        }
+    }
+
+    fn up(&mut self, server: ServerIndex, slab_bytes: u64, held: &[SlabId]) {
+        tracing::info!(
+            server,
+            slab_bytes,
+            held = held.len(),
+            "connected to a memory server"
+        );
+        self.shared.slots.set_connected(server, true);
+        // What the server keeps for us without our knowing holds nothing of ours.
+        for slab in held {
+            if !self.known_slabs.contains(&SlabRef {
+                server,
+                slab: slab.0,
+            }) {
+                self.sessions[server].release_slab(*slab);
+            }
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! The thread of a shard: reads its userfaultfd, its connections and its inbox, tells the engine,
+//! and is the engine's hands.
+//!
+//! While it handles events it takes no lock that a fault in work may hold: the VMM's discards wait
+//! until their event is read.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use crossbeam_channel::Sender;
+use rustix::event::Timespec;
+use rustix::event::{PollFd, PollFlags};
+
+use super::demand::DemandReads;
+use super::guest_ram::{GuestRam, intersect};
+use super::inbox::{Inbox, Messages};
+use super::state_dir::StagingArea;
+use super::uffd::{Event, Events, FaultKind, ReadWrite, Uffd};
+use super::writer::WriterEvent;
+use crate::engine::eviction::Run;
+use crate::engine::shard::{Fault, FetchFailed, Shard};
+use crate::engine::slots::ServerIndex;
+use crate::engine::{
+    Fetch, FetchId, Install, PAGE_SIZE, PageIndex, PageRun, PinId, PinRefused, Ports, SlotId,
+    StagedPage, StagingSlot,
+};
+use crate::remote::DataConn;
+
+/// Nanoseconds until what could not be done is tried again.
+const RETRY_NS: i64 = 100_000;
+
+/// What a shard's thread is told.
+pub(super) enum ShardEvent {
+    /// An evictor hands a run back.
+    RunDone(Box<Run>),
+    /// A write-back ended.
+    WrittenBack(StagedPage, SlotId),
+    /// Pages are to be kept; answered over the channel.
+    Pin {
+        /// Which, all of this shard.
+        runs: Vec<PageRun>,
+        /// Whether the device will write them.
+        write: bool,
+        /// Where the answer goes.
+        answer: Sender<Result<(), PinRefused>>,
+    },
+    /// Pages need not be kept any longer.
+    Unpin(Vec<PageRun>),
+    /// A connection for demand reads.
+    Connection(ServerIndex, DataConn),
+    /// Groups of slabs are gone for good.
+    GroupsLost(Arc<HashSet<u32>>),
+    /// Move pages out of this group: its server wants the slab back.
+    Vacate(u32),
+    /// The guest is ending: refuse pins from now on.
+    Ending,
+    /// Let every faulting thread of the VMM go and end: it is being killed, or has ended.
+    Quit,
+}
+
+/// What others may see of a shard.
+#[derive(Debug, Default)]
+pub(super) struct ShardGauges {
+    /// Faults that wait for an answer.
+    pub(super) waiting: AtomicU64,
+    /// ... of which for a page that is lost.
+    pub(super) waiting_lost: AtomicU64,
+    /// Bytes sent on demand connections.
+    pub(super) wire_sent_bytes: AtomicU64,
+    /// Bytes received on them.
+    pub(super) wire_received_bytes: AtomicU64,
+}
+
+/// What the engine acts through.
+pub(super) struct ShardPorts {
+    /// Which shard this is.
+    pub(super) shard: usize,
+    /// Its userfaultfd.
+    pub(super) uffd: Arc<Uffd>,
+    /// Guest RAM.
+    pub(super) ram: Arc<GuestRam>,
+    /// The staging area.
+    pub(super) staging: Arc<StagingArea>,
+    /// Its demand reads.
+    pub(super) demand: DemandReads,
+    /// Its evictor.
+    pub(super) evictor: Sender<Run>,
+    /// The writer.
+    pub(super) writer: Inbox<WriterEvent>,
+    /// All other shards.
+    pub(super) others: Vec<Inbox<ShardEvent>>,
+    /// Answers awaited by pinning threads.
+    pub(super) pin_answers: HashMap<PinId, Sender<Result<(), PinRefused>>>,
+    /// Zero of the clock.
+    pub(super) epoch: Instant,
+}
+
+impl Ports for ShardPorts {
+    fn zero(&mut self, run: PageRun) -> (u32, Install) {
+        let (start, length) = self.ram.address_range(run);
+        let (made, how) = self.uffd.zero(start, length);
+        ((made / PAGE_SIZE as u64) as u32, how)
+    }
+
+    fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install {
+        self.uffd.copy(self.ram.hva(page), bytes, protect)
+    }
+
+    fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
+        self.uffd
+            .copy(self.ram.hva(page), self.staging.page(slot), false)
+    }
+
+    fn unprotect(&mut self, page: PageIndex) -> Install {
+        self.uffd.unprotect(self.ram.hva(page), PAGE_SIZE as u64)
+    }
+
+    fn wake(&mut self, run: PageRun) {
+        let (start, length) = self.ram.address_range(run);
+        if let Err(error) = self.uffd.wake(start, length) {
+            tracing::debug!(%error, "waking failed");
+        }
+    }
+
+    fn is_present(&mut self, page: PageIndex) -> bool {
+        self.ram.is_present(page).unwrap_or_else(|error| {
+            tracing::error!(%error, page = page.0, "the memfd does not say whether it has a page");
+            true
+        })
+    }
+
+    fn fetch(&mut self, fetch: Fetch) -> bool {
+        self.demand.fetch(fetch)
+    }
+
+    fn start_run(&mut self, run: Run) {
+        if self.evictor.send(run).is_err() {
+            tracing::error!(shard = self.shard, "the evictor has ended");
+        }
+    }
+
+    fn write_back(&mut self, page: StagedPage) {
+        self.writer.send(WriterEvent::Write(self.shard, page));
+    }
+
+    fn stage(&mut self, slot: StagingSlot, bytes: &[u8]) {
+        self.staging.write(slot, bytes);
+    }
+
+    fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>) {
+        if let Some(answer) = self.pin_answers.remove(&pin) {
+            // Whoever asked may have ended meanwhile.
+            let _ = answer.send(result);
+        }
+    }
+
+    fn alert_shards(&mut self) {
+        self.others.iter().for_each(Inbox::ring);
+    }
+
+    fn now_us(&self) -> u64 {
+        self.epoch.elapsed().as_micros() as u64
+    }
+}
+
+/// A shard with all that its thread reads.
+pub(super) struct ShardThread {
+    /// The engine.
+    pub(super) shard: Shard<ShardPorts>,
+    /// What it is told.
+    pub(super) messages: Messages<ShardEvent>,
+    /// What others see of it.
+    pub(super) gauges: Arc<ShardGauges>,
+    /// For the next pin.
+    pub(super) next_pin: u64,
+}
+
+impl ShardThread {
+    /// Works until told to quit.
+    pub(super) fn work(mut self) {
+        let mut events = Events::new();
+        loop {
+            let ready = match self.wait() {
+                Ok(ready) => ready,
+                Err(error) => {
+                    tracing::error!(%error, "a shard cannot wait for events; it tries again");
+                    std::thread::sleep(std::time::Duration::from_millis(10));
+                    continue;
+                }
+            };
+            // Mapping changes first: a COPY is refused until their event is read.
+            self.read_uffd(&mut events);
+            for server in ready {
+                self.read_replies(server);
+            }
+            self.messages.hush();
+            while let Some(event) = self.messages.next() {
+                if matches!(event, ShardEvent::Quit) {
+                    return self.let_go();
+                }
+                self.handle(event);
+            }
+            for fetch in self.shard.ports().demand.drain_gone() {
+                self.shard
+                    .on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
+            }
+            self.shard.pump();
+            self.publish();
+        }
+    }
+
+    /// Waits until something is to be done; returns the servers whose connections are ready.
+    fn wait(&mut self) -> io::Result<Vec<ServerIndex>> {
+        let retry = self.shard.has_retries();
+        let ports = self.shard.ports();
+        let mut fds = vec![
+            PollFd::from_borrowed_fd(ports.uffd.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.messages.as_fd(), PollFlags::IN),
+        ];
+        let mut servers = Vec::with_capacity(2);
+        for (server, conn) in ports.demand.lines() {
+            let flags = if conn.wants_write() {
+                PollFlags::IN | PollFlags::OUT
+            } else {
+                PollFlags::IN
+            };
+            fds.push(PollFd::from_borrowed_fd(conn.as_fd(), flags));
+            servers.push(server);
+        }
+        let timeout = Timespec {
+            tv_sec: 0,
+            tv_nsec: RETRY_NS,
+        };
+        match rustix::event::poll(&mut fds, retry.then_some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let ready = fds[2..]
+            .iter()
+            .zip(servers)
+            .filter(|(fd, _)| !fd.revents().is_empty());
+        Ok(ready.map(|(_, server)| server).collect())
+    }
+
+    fn read_uffd(&mut self, events: &mut Events) {
+        loop {
+            let uffd = Arc::clone(&self.shard.ports().uffd);
+            let read = match uffd.read(events) {
+                Ok(read) => read,
+                Err(error) => {
+                    if !matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) {
+                        tracing::error!(%error, "reading a userfaultfd failed");
+                    }
+                    return;
+                }
+            };
+            if read.is_empty() {
+                return;
+            }
+            for event in read {
+                self.handle_uffd(event);
+            }
+        }
+    }
+
+    fn handle_uffd(&mut self, event: Event) {
+        match event {
+            Event::Pagefault { kind, rw, addr, .. } => {
+                let fault = Fault {
+                    write: rw == ReadWrite::Write,
+                    protected: kind == FaultKind::WriteProtected,
+                };
+                match self.shard.ports().ram.page_at(addr as u64) {
+                    Some(page) => self.shard.on_fault(page, fault),
+                    None => tracing::error!(address = addr as u64, "a fault outside guest RAM"),
+                }
+            }
+            Event::Remove { start, end } => {
+                if let Some(run) = self.run_of(start as u64, end as u64) {
+                    self.shard.on_removed(run);
+                }
+            }
+            Event::Unmap { start, end } => {
+                // Not evicted until it is known what is mapped there now.
+                if let Some(run) = self.run_of(start as u64, end as u64) {
+                    tracing::info!(
+                        first = run.first.0,
+                        pages = run.count,
+                        "QEMU unmapped guest RAM"
+                    );
+                    self.shard.freeze(run);
+                }
+            }
+            other => tracing::warn!(?other, "an event that was not asked for"),
+        }
+    }
+
+    /// The part of an address range that is this shard's.
+    fn run_of(&mut self, start: u64, end: u64) -> Option<PageRun> {
+        let range = self.shard.range();
+        intersect(self.shard.ports().ram.run_at(start, end)?, range)
+    }
+
+    fn read_replies(&mut self, server: ServerIndex) {
+        let Some(mut conn) = self.shard.ports().demand.lend(server) else {
+            return;
+        };
+        let flushed = conn.flush();
+        let received = flushed.and_then(|()| {
+            conn.receive(|id, result| {
+                let id = FetchId(id);
+                let Some(fetch) = self.shard.ports().demand.answered(id) else { return };
+                let bytes = result.map_err(|error| {
+                    tracing::error!(%error, page = fetch.page.0, "a memory server does not know a page's place");
+                    FetchFailed::Gone
+                });
+                self.shard.on_fetched(id, fetch.page, bytes);
+            })
+        });
+        if let Err(error) = &received {
+            tracing::info!(%error, "a demand connection is lost");
+        }
+        self.shard
+            .ports()
+            .demand
+            .give_back(server, conn, received.is_ok());
+    }
+
+    fn handle(&mut self, event: ShardEvent) {
+        match event {
+            ShardEvent::RunDone(run) => self.shard.on_run_done(&run),
+            ShardEvent::WrittenBack(page, slot) => self.shard.on_written_back(page, slot),
+            ShardEvent::Pin {
+                runs,
+                write,
+                answer,
+            } => {
+                let id = PinId(self.next_pin);
+                self.next_pin += 1;
+                self.shard.ports().pin_answers.insert(id, answer);
+                self.shard.on_pin(id, &runs, write);
+            }
+            ShardEvent::Unpin(runs) => self.shard.on_unpin(&runs),
+            ShardEvent::Connection(server, conn) => {
+                self.shard.ports().demand.connected(server, conn)
+            }
+            ShardEvent::GroupsLost(groups) => self.shard.on_groups_lost(&groups),
+            ShardEvent::Vacate(group) => self.shard.on_vacate(group),
+            ShardEvent::Ending => self.shard.end(),
+            ShardEvent::Quit => {}
+        }
+    }
+
+    /// The VMM is dying: whoever waits in a fault is let go, so that it can be reaped.
+    fn let_go(mut self) {
+        self.shard.end();
+        let range = self.shard.range();
+        let ports = self.shard.ports();
+        for part in ports.ram.parts(range) {
+            let (start, length) = ports.ram.address_range(part);
+            if let Err(error) = ports.uffd.unregister(start, length) {
+                tracing::debug!(%error, "a dying VMM's range is gone already");
+            }
+        }
+    }
+
+    fn publish(&mut self) {
+        let (sent, received) = self.shard.ports().demand.wire_bytes();
+        let gauges = &self.gauges;
+        gauges
+            .waiting
+            .store(self.shard.waiting_faults(), Ordering::Relaxed);
+        gauges
+            .waiting_lost
+            .store(self.shard.lost_waiters(), Ordering::Relaxed);
+        gauges.wire_sent_bytes.store(sent, Ordering::Relaxed);
+        gauges
+            .wire_received_bytes
+            .store(received, Ordering::Relaxed);
+    }
+}

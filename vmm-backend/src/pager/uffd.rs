@@ -1,0 +1,257 @@
+//! Fence around userfaultfd: turns errno into meanings, and adds the calls that the `userfaultfd`
+//! crate lacks (the API handshake on a descriptor made elsewhere, write-protected COPY, partial
+//! results of ZEROPAGE, WRITEPROTECT with its errno).
+//!
+//! Knows nothing of pages or states: addresses are the VMM's, lengths are bytes. Source:
+//! `linux/userfaultfd.h` and Documentation/admin-guide/mm/userfaultfd.rst.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+
+use userfaultfd::{EventBuffer, RegisterMode};
+
+use crate::engine::Install;
+
+pub(super) use userfaultfd::{Event, FaultKind, ReadWrite};
+
+/// Messages taken by one read.
+const MESSAGES_PER_READ: usize = 64;
+
+const API: u64 = 0xaa;
+const MODE_PROTECTED_COPY: u64 = 1 << 1;
+const MODE_PROTECT: u64 = 1 << 0;
+
+/// Features asked for: write-protect faults and events of discarded and unmapped ranges, on shared
+/// memory.
+const FEATURES: u64 =
+    FEATURE_WP | FEATURE_REMOVE | FEATURE_SHMEM | FEATURE_UNMAP | FEATURE_WP_SHMEM;
+const FEATURE_WP: u64 = 1 << 0;
+const FEATURE_REMOVE: u64 = 1 << 3;
+const FEATURE_SHMEM: u64 = 1 << 5;
+const FEATURE_UNMAP: u64 = 1 << 6;
+const FEATURE_WP_SHMEM: u64 = 1 << 12;
+
+#[repr(C)]
+struct ApiHandshake {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Copy {
+    destination: u64,
+    source: u64,
+    length: u64,
+    mode: u64,
+    copied: i64,
+}
+
+#[repr(C)]
+struct Zeropage {
+    start: u64,
+    length: u64,
+    mode: u64,
+    zeroed: i64,
+}
+
+#[repr(C)]
+struct WriteProtect {
+    start: u64,
+    length: u64,
+    mode: u64,
+}
+
+/// `_IOWR(0xAA, number, T)`.
+const fn request<T>(number: u64) -> libc::c_ulong {
+    0xc000_0000 | (std::mem::size_of::<T>() as u64) << 16 | API << 8 | number
+}
+
+const UFFDIO_API: libc::c_ulong = request::<ApiHandshake>(0x3f);
+const UFFDIO_COPY: libc::c_ulong = request::<Copy>(0x03);
+const UFFDIO_ZEROPAGE: libc::c_ulong = request::<Zeropage>(0x04);
+const UFFDIO_WRITEPROTECT: libc::c_ulong = request::<WriteProtect>(0x06);
+
+// The numbers as the kernel's header makes them: a struct of another size would change them.
+const _: () = assert!(UFFDIO_API == 0xc018_aa3f);
+const _: () = assert!(UFFDIO_COPY == 0xc028_aa03);
+const _: () = assert!(UFFDIO_ZEROPAGE == 0xc020_aa04);
+const _: () = assert!(UFFDIO_WRITEPROTECT == 0xc018_aa06);
+
+/// A userfaultfd of the VMM, ready for use.
+#[derive(Debug)]
+pub(super) struct Uffd {
+    inner: userfaultfd::Uffd,
+}
+
+impl Uffd {
+    /// Shakes hands on a fresh descriptor.
+    pub(super) fn adopt(fd: OwnedFd) -> io::Result<Self> {
+        let mut handshake = ApiHandshake {
+            api: API,
+            features: FEATURES,
+            ioctls: 0,
+        };
+        // SAFETY: the argument is a live struct of the size that the request's number names.
+        check(unsafe { libc::ioctl(fd.as_raw_fd(), UFFDIO_API, &raw mut handshake) })?;
+        if handshake.features & FEATURES != FEATURES {
+            return Err(io::Error::other(format!(
+                "the kernel lacks userfaultfd features (has {:#x}, needed {FEATURES:#x}): Linux 6.1 or newer is needed",
+                handshake.features
+            )));
+        }
+        // SAFETY: ownership of a userfaultfd goes from one owner to the other.
+        let inner = unsafe { userfaultfd::Uffd::from_raw_fd(fd.into_raw_fd()) };
+        Ok(Self { inner })
+    }
+
+    /// Catches missing and write-protected faults in the range.
+    pub(super) fn register(&self, start: u64, length: u64) -> io::Result<()> {
+        let mode = RegisterMode::MISSING | RegisterMode::WRITE_PROTECT;
+        let range = (start as *mut libc::c_void, length as usize);
+        self.inner
+            .register_with_mode(range.0, range.1, mode)
+            .map(drop)
+            .map_err(io_error)
+    }
+
+    /// Lets the range go: whoever waits in it gets what the memory holds.
+    pub(super) fn unregister(&self, start: u64, length: u64) -> io::Result<()> {
+        self.inner
+            .unregister(start as *mut libc::c_void, length as usize)
+            .map_err(io_error)
+    }
+
+    /// Makes the range zero; returns the bytes made, and how the attempt on the rest ended.
+    pub(super) fn zero(&self, start: u64, length: u64) -> (u64, Install) {
+        let mut zeropage = Zeropage {
+            start,
+            length,
+            mode: 0,
+            zeroed: 0,
+        };
+        // SAFETY: as in `adopt`; the kernel writes to the VMM's registered range only.
+        let result = check(unsafe {
+            libc::ioctl(self.inner.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zeropage)
+        });
+        let made = u64::try_from(zeropage.zeroed).unwrap_or(0);
+        match result {
+            Ok(()) => (length, Install::Done),
+            // A partial result comes back as EAGAIN; what stopped it shows at the next attempt.
+            Err(_) if made > 0 => (made, Install::Again),
+            Err(error) => (0, install_outcome(&error)),
+        }
+    }
+
+    /// Puts one page in place, write-protected if `protect`.
+    pub(super) fn copy(&self, destination: u64, bytes: &[u8], protect: bool) -> Install {
+        let mode = if protect { MODE_PROTECTED_COPY } else { 0 };
+        let mut copy = Copy {
+            destination,
+            source: bytes.as_ptr() as u64,
+            length: bytes.len() as u64,
+            mode,
+            copied: 0,
+        };
+        // SAFETY: as in `zero`; the source is a live slice of `length` bytes.
+        match check(unsafe { libc::ioctl(self.inner.as_raw_fd(), UFFDIO_COPY, &raw mut copy) }) {
+            Ok(()) => Install::Done,
+            Err(error) => install_outcome(&error),
+        }
+    }
+
+    /// Write-protects a range.
+    pub(super) fn protect(&self, start: u64, length: u64) -> io::Result<()> {
+        self.write_protect(start, length, MODE_PROTECT)
+    }
+
+    /// Lifts the protection of a range and wakes its waiters.
+    pub(super) fn unprotect(&self, start: u64, length: u64) -> Install {
+        match self.write_protect(start, length, 0) {
+            Ok(()) => Install::Done,
+            Err(error) => install_outcome(&error),
+        }
+    }
+
+    fn write_protect(&self, start: u64, length: u64, mode: u64) -> io::Result<()> {
+        let mut protect = WriteProtect {
+            start,
+            length,
+            mode,
+        };
+        // SAFETY: as in `adopt`.
+        check(unsafe {
+            libc::ioctl(
+                self.inner.as_raw_fd(),
+                UFFDIO_WRITEPROTECT,
+                &raw mut protect,
+            )
+        })
+    }
+
+    /// Wakes whoever waits in the range.
+    pub(super) fn wake(&self, start: u64, length: u64) -> io::Result<()> {
+        self.inner
+            .wake(start as *mut libc::c_void, length as usize)
+            .map_err(io_error)
+    }
+
+    /// Reads what has come, at most one buffer full.
+    pub(super) fn read(&self, events: &mut Events) -> io::Result<Vec<Event>> {
+        let read = self.inner.read_events(&mut events.0).map_err(io_error)?;
+        read.collect::<Result<_, _>>().map_err(io_error)
+    }
+}
+
+impl AsFd for Uffd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.as_fd()
+    }
+}
+
+/// A buffer for messages.
+pub(super) struct Events(EventBuffer);
+
+impl Events {
+    /// An empty buffer.
+    pub(super) fn new() -> Self {
+        Self(EventBuffer::new(MESSAGES_PER_READ))
+    }
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}
+
+fn install_outcome(error: &io::Error) -> Install {
+    match error.raw_os_error() {
+        Some(libc::EEXIST) => Install::Exists,
+        // ENOMEM passes too: the VMM's memory cgroup reclaims or its owner raises the limit.
+        Some(libc::EAGAIN | libc::ENOMEM | libc::EINTR | libc::EBUSY) => Install::Again,
+        Some(libc::ESRCH | libc::ENOENT) => Install::Gone,
+        _ => {
+            // EINVAL and EFAULT would be mistakes of ours: nothing was changed, so the guest
+            // stands still rather than goes on with wrong bytes.
+            tracing::error!(%error, "userfaultfd refused to install a page");
+            Install::Again
+        }
+    }
+}
+
+fn io_error(error: userfaultfd::Error) -> io::Error {
+    match error {
+        userfaultfd::Error::SystemError(errno) => io::Error::from_raw_os_error(errno as i32),
+        other => io::Error::other(other),
+    }
+}

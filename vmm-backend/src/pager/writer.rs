@@ -1,0 +1,438 @@
+//! Write-back: drains staging to the memory servers in large batches, on connections of its own,
+//! and leases slabs as they are needed.
+//!
+//! A batch whose connection dies is written again on the next one, into fresh slots. That is safe,
+//! for the server lets no new connection in before the old one's last write has ended.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use outram_wire::server::SlabId;
+use rustix::event::Timespec;
+use rustix::event::{PollFd, PollFlags};
+
+use super::inbox::{Inbox, Messages};
+use super::shard_thread::ShardEvent;
+use super::state_dir::StagingArea;
+use crate::engine::slots::{Place, ServerIndex, SlabRef};
+use crate::engine::{PAGE_SIZE, SharedRef, SlotId, StagedPage};
+use crate::remote::{DataConn, Extent, ExtentError, Session, SubmitError};
+
+/// Pages of a batch at most: 256 KiB amortise the round trip and hold no demand read up for long.
+const BATCH_PAGES: usize = 64;
+
+/// Batches in flight at most, over all servers: enough to keep one busy while another is answered.
+const BATCHES_IN_FLIGHT: usize = 8;
+
+/// Pause after a server refused a slab.
+const LEASE_PAUSE: Duration = Duration::from_secs(1);
+
+/// How often emptied slabs are looked for when nothing else happens.
+const IDLE: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 500_000_000,
+};
+
+/// What the writer is told.
+pub(super) enum WriterEvent {
+    /// A page of this shard waits in staging.
+    Write(usize, StagedPage),
+    /// A connection for write-back.
+    Connection(ServerIndex, DataConn),
+    /// A server leased a slab, now in the slot pool.
+    Leased(ServerIndex),
+    /// A server leases no more for now.
+    LeaseRefused(ServerIndex),
+    /// End.
+    Quit,
+}
+
+/// What others may see of the writer.
+#[derive(Debug, Default)]
+pub(super) struct WriterGauges {
+    /// Bytes sent.
+    pub(super) wire_sent_bytes: AtomicU64,
+    /// Bytes received.
+    pub(super) wire_received_bytes: AtomicU64,
+}
+
+#[derive(Clone, Copy)]
+struct Order {
+    shard: usize,
+    page: StagedPage,
+}
+
+struct Batch {
+    server: ServerIndex,
+    orders: Vec<(Order, SlotId)>,
+}
+
+/// Whether a server may be asked for a slab.
+#[derive(Clone, Copy, Default)]
+struct Lease {
+    asked: bool,
+    not_before: Option<Instant>,
+}
+
+/// The writer of a guest.
+pub(super) struct Writer {
+    shared: SharedRef,
+    staging: Arc<StagingArea>,
+    sessions: Arc<[Session]>,
+    role: usize,
+    shards: Vec<Inbox<ShardEvent>>,
+    messages: Messages<WriterEvent>,
+    gauges: Arc<WriterGauges>,
+    conns: Vec<Option<DataConn>>,
+    leases: Vec<Lease>,
+    /// Pages to be written, not claimed yet.
+    queue: VecDeque<Order>,
+    /// Pages claimed, whose write has to be started (again).
+    claimed: VecDeque<Order>,
+    in_flight: HashMap<u64, Batch>,
+    next_batch: u64,
+    closed_sent_bytes: u64,
+    closed_received_bytes: u64,
+}
+
+impl Writer {
+    /// A writer without connections.
+    pub(super) fn new(
+        shared: SharedRef,
+        staging: Arc<StagingArea>,
+        sessions: Arc<[Session]>,
+        role: usize,
+        shards: Vec<Inbox<ShardEvent>>,
+        messages: Messages<WriterEvent>,
+    ) -> Self {
+        Self {
+            shared,
+            staging,
+            conns: sessions.iter().map(|_| None).collect(),
+            leases: vec![Lease::default(); sessions.len()],
+            sessions,
+            role,
+            shards,
+            messages,
+            gauges: Arc::default(),
+            queue: VecDeque::new(),
+            claimed: VecDeque::new(),
+            in_flight: HashMap::new(),
+            next_batch: 0,
+            closed_sent_bytes: 0,
+            closed_received_bytes: 0,
+        }
+    }
+
+    /// What others may see.
+    pub(super) fn gauges(&self) -> Arc<WriterGauges> {
+        Arc::clone(&self.gauges)
+    }
+
+    /// Works until told to quit.
+    pub(super) fn work(mut self) {
+        loop {
+            let ready = self.wait().unwrap_or_else(|error| {
+                tracing::error!(%error, "the writer cannot wait for events; it tries again");
+                std::thread::sleep(Duration::from_millis(10));
+                Vec::new()
+            });
+            for server in ready {
+                self.read_replies(server);
+            }
+            self.messages.hush();
+            while let Some(event) = self.messages.next() {
+                if matches!(event, WriterEvent::Quit) {
+                    return;
+                }
+                self.handle(event);
+            }
+            self.submit();
+            self.lease_ahead();
+            self.release_empty();
+            self.publish();
+        }
+    }
+
+    fn wait(&mut self) -> io::Result<Vec<ServerIndex>> {
+        let mut fds = vec![PollFd::from_borrowed_fd(
+            self.messages.as_fd(),
+            PollFlags::IN,
+        )];
+        let mut servers = Vec::with_capacity(self.conns.len());
+        for (server, conn) in self.conns.iter().enumerate() {
+            let Some(conn) = conn else { continue };
+            let flags = if conn.wants_write() {
+                PollFlags::IN | PollFlags::OUT
+            } else {
+                PollFlags::IN
+            };
+            fds.push(PollFd::from_borrowed_fd(conn.as_fd(), flags));
+            servers.push(server);
+        }
+        match rustix::event::poll(&mut fds, Some(&IDLE)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let ready = fds[1..]
+            .iter()
+            .zip(servers)
+            .filter(|(fd, _)| !fd.revents().is_empty());
+        Ok(ready.map(|(_, server)| server).collect())
+    }
+
+    fn handle(&mut self, event: WriterEvent) {
+        match event {
+            WriterEvent::Write(shard, page) => self.queue.push_back(Order { shard, page }),
+            WriterEvent::Connection(server, conn) => {
+                self.drop_conn(server);
+                self.conns[server] = Some(conn);
+            }
+            WriterEvent::Leased(server) => self.leases[server] = Lease::default(),
+            WriterEvent::LeaseRefused(server) => {
+                self.leases[server] = Lease {
+                    asked: false,
+                    not_before: Some(Instant::now() + LEASE_PAUSE),
+                };
+            }
+            WriterEvent::Quit => {}
+        }
+    }
+
+    /// The next pages to write, claimed.
+    fn claim(&mut self, most: usize) -> Vec<Order> {
+        let mut orders = Vec::with_capacity(most);
+        while orders.len() < most {
+            if let Some(order) = self.claimed.pop_front() {
+                orders.push(order);
+                continue;
+            }
+            let Some(order) = self.queue.pop_front() else {
+                break;
+            };
+            // Otherwise the page was taken back meanwhile.
+            if self.shared.staging.start_write(order.page.staging) {
+                orders.push(order);
+            }
+        }
+        orders
+    }
+
+    fn submit(&mut self) {
+        while self.in_flight.len() < BATCHES_IN_FLIGHT {
+            let orders = self.claim(BATCH_PAGES);
+            if orders.is_empty() {
+                return;
+            }
+            let slots = self.shared.slots.allocate(orders.len());
+            let placed = slots.len();
+            self.claimed.extend(&orders[placed..]);
+            let mut by_server: Vec<Batch> = Vec::new();
+            for (order, slot) in orders.into_iter().zip(slots) {
+                let Some(Place { slab, .. }) = self.shared.slots.place(slot) else {
+                    self.claimed.push_back(order);
+                    continue;
+                };
+                match by_server
+                    .iter_mut()
+                    .find(|batch| batch.server == slab.server)
+                {
+                    Some(batch) => batch.orders.push((order, slot)),
+                    None => by_server.push(Batch {
+                        server: slab.server,
+                        orders: vec![(order, slot)],
+                    }),
+                }
+            }
+            let mut submitted = false;
+            for batch in by_server {
+                submitted |= self.submit_batch(batch);
+            }
+            if !submitted {
+                return;
+            }
+        }
+    }
+
+    fn submit_batch(&mut self, batch: Batch) -> bool {
+        let extents: Vec<Extent> = batch
+            .orders
+            .iter()
+            .filter_map(|(_, slot)| self.extent(*slot))
+            .collect();
+        if extents.len() != batch.orders.len() {
+            self.take_back(batch);
+            return false;
+        }
+        let pages: Vec<&[u8]> = batch
+            .orders
+            .iter()
+            .map(|(order, _)| self.staging.page(order.page.staging.slot))
+            .collect();
+        let id = self.next_batch;
+        let Some(conn) = &mut self.conns[batch.server] else {
+            self.take_back(batch);
+            return false;
+        };
+        match conn.submit_write(id, &extents, &pages) {
+            Ok(()) => {
+                self.next_batch += 1;
+                self.in_flight.insert(id, batch);
+                true
+            }
+            Err(SubmitError::QueueFull) => {
+                self.take_back(batch);
+                false
+            }
+            Err(error) => {
+                tracing::info!(%error, "a write-back was not submitted");
+                let server = batch.server;
+                self.take_back(batch);
+                self.lose_conn(server);
+                false
+            }
+        }
+    }
+
+    fn extent(&self, slot: SlotId) -> Option<Extent> {
+        let Place { slab, index } = self.shared.slots.place(slot)?;
+        Some(Extent {
+            slab: SlabId(slab.slab),
+            offset: index * PAGE_SIZE as u32,
+            length: PAGE_SIZE as u32,
+        })
+    }
+
+    /// Frees a batch's slots; its pages are written again later.
+    fn take_back(&mut self, batch: Batch) {
+        for (order, slot) in batch.orders {
+            self.shared.slots.free(slot);
+            self.claimed.push_back(order);
+        }
+    }
+
+    fn read_replies(&mut self, server: ServerIndex) {
+        let Some(mut conn) = self.conns[server].take() else {
+            return;
+        };
+        let mut ended = Vec::new();
+        let received = conn
+            .flush()
+            .and_then(|()| conn.receive(|id, result| ended.push((id, result.map(drop)))));
+        self.conns[server] = Some(conn);
+        for (id, result) in ended {
+            let Some(batch) = self.in_flight.remove(&id) else {
+                continue;
+            };
+            match result {
+                Ok(()) => self.acknowledge(batch),
+                Err(error) => self.refuse(batch, error),
+            }
+        }
+        if let Err(error) = received {
+            tracing::info!(%error, "a write-back connection is lost");
+            self.lose_conn(server);
+        }
+    }
+
+    fn acknowledge(&self, batch: Batch) {
+        for (order, slot) in batch.orders {
+            self.shards[order.shard].send(ShardEvent::WrittenBack(order.page, slot));
+        }
+    }
+
+    /// The server does not know a slab that we hold: what lies in it is gone.
+    fn refuse(&mut self, batch: Batch, error: ExtentError) {
+        tracing::error!(%error, "a memory server refused a write-back");
+        let (ExtentError::NotLeased { slab, .. } | ExtentError::OutOfRange { slab, .. }) = error;
+        let slab = SlabRef {
+            server: batch.server,
+            slab: slab.0,
+        };
+        self.take_back(batch);
+        forget_slabs(&self.shared, &self.shards, &[slab]);
+    }
+
+    fn lose_conn(&mut self, server: ServerIndex) {
+        self.drop_conn(server);
+        self.sessions[server].reconnect_data(self.role);
+    }
+
+    fn drop_conn(&mut self, server: ServerIndex) {
+        if let Some(conn) = self.conns[server].take() {
+            self.closed_sent_bytes += conn.sent_bytes();
+            self.closed_received_bytes += conn.received_bytes();
+        }
+        let dead: Vec<u64> = self
+            .in_flight
+            .iter()
+            .filter(|(_, batch)| batch.server == server)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in dead {
+            if let Some(batch) = self.in_flight.remove(&id) {
+                self.take_back(batch);
+            }
+        }
+    }
+
+    /// Asks for a slab while the room left is less than a few batches and pages wait.
+    fn lease_ahead(&mut self) {
+        let wanting = self.claimed.len() + self.queue.len() + self.in_flight.len() * BATCH_PAGES;
+        let enough = (wanting + BATCHES_IN_FLIGHT * BATCH_PAGES) as u64;
+        if wanting == 0 || self.shared.slots.room() >= enough {
+            return;
+        }
+        let now = Instant::now();
+        let unreserved = |server: &ServerIndex| {
+            let status = self.sessions[*server].status();
+            status
+                .reserved_bytes
+                .saturating_sub(status.slabs * status.slab_bytes)
+        };
+        let candidates = (0..self.sessions.len())
+            .filter(|server| self.shared.slots.is_connected(*server))
+            .filter(|server| !self.leases[*server].asked)
+            .filter(|server| {
+                self.leases[*server]
+                    .not_before
+                    .is_none_or(|time| time <= now)
+            });
+        if let Some(server) = candidates.max_by_key(unreserved) {
+            self.leases[server].asked = true;
+            self.sessions[server].request_slab();
+        }
+    }
+
+    fn release_empty(&self) {
+        for slab in self.shared.slots.drain_releasable() {
+            self.sessions[slab.server].release_slab(SlabId(slab.slab));
+        }
+    }
+
+    fn publish(&self) {
+        let live = self.conns.iter().flatten();
+        let (sent, received) = live.fold(
+            (self.closed_sent_bytes, self.closed_received_bytes),
+            |(sent, received), conn| (sent + conn.sent_bytes(), received + conn.received_bytes()),
+        );
+        self.gauges.wire_sent_bytes.store(sent, Ordering::Relaxed);
+        self.gauges
+            .wire_received_bytes
+            .store(received, Ordering::Relaxed);
+    }
+}
+
+/// Forgets slabs whose contents are gone, and tells every shard.
+pub(super) fn forget_slabs(shared: &SharedRef, shards: &[Inbox<ShardEvent>], slabs: &[SlabRef]) {
+    let groups: Arc<HashSet<u32>> = Arc::new(shared.slots.forget(slabs));
+    if !groups.is_empty() {
+        for shard in shards {
+            shard.send(ShardEvent::GroupsLost(Arc::clone(&groups)));
+        }
+    }
+}
