@@ -1,1 +1,29 @@
-//! Under construction.
+//! Lends a machine's idle memory to Outram backends as slabs.
+//!
+//! ```text
+//! main ─ config ─ server ─┬─ lobby     who has not said yet who it is
+//!                         ├─ control   requests of clients ─── ledger   who has what
+//!                         ├─ data      reads and writes ─────┬ session  what a client may touch
+//!                         └─ metrics                         └ slab     the memory itself
+//! ```
+//!
+//! A client is a certificate and a guest. It reserves memory, leases slabs out of that, and reads
+//! and writes them over data connections of its own; nobody else can. The server does not know what
+//! lies in a slab. Whatever a client does, others lose nothing by it: each connection has a thread,
+//! bounded buffers and time-outs of its own.
+
+mod config;
+mod control;
+mod data;
+mod ledger;
+mod lobby;
+mod metrics;
+mod server;
+mod session;
+mod slab;
+
+pub use config::{
+    Config, ConfigError, DEFAULT_LEASE_TIMEOUT, DEFAULT_SLAB_BYTES, Flags, MAX_SLAB_BYTES,
+    MIN_LEASE_TIMEOUT, MIN_SLAB_BYTES, Size, Span, SpanError,
+};
+pub use server::{Server, ServerError};

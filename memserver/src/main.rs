@@ -1,1 +1,93 @@
-fn main() {}
+//! `outram-memserver`: lends this machine's idle memory.
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Parser;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use outram_memserver::{Config, Flags, Server};
+use outram_wire::units::format_size;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tracing_subscriber::EnvFilter;
+
+/// Lends this machine's idle memory to the guests of other hosts.
+///
+/// Clients connect with TLS certificates of the operator's own CA ('outram pki'). What they lease is
+/// taken from the system slab by slab, at most --memory of it, and given back, emptied, when they
+/// release it or when their lease ends.
+///
+/// SIGTERM and SIGINT end the server and every lease: guests whose pages it holds stop. SIGHUP reads
+/// 'memory' from the file of --config again; clients are asked to give back what is leased beyond.
+///
+/// Logs go to standard error; RUST_LOG chooses what (info by default).
+#[derive(Parser)]
+#[command(name = "outram-memserver", version, max_term_width = 100)]
+struct Cli {
+    #[command(flatten)]
+    flags: Flags,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .init();
+    match run(&cli.flags) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("outram-memserver: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(flags: &Flags) -> anyhow::Result<()> {
+    let config = Config::gather(flags.clone())?;
+    let memory = config.memory_bytes;
+    raise_descriptor_limit();
+    // Before any thread is there, so that none of them misses a signal's handler.
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("signals")?;
+    let server = Server::start(config)?;
+    tracing::info!(address = %server.local_addr(), memory = %format_size(memory), "lending");
+    if let Some(address) = server.metrics_addr() {
+        tracing::info!(%address, "metrics");
+    }
+    for signal in signals.forever() {
+        if signal == SIGHUP {
+            change_memory(&server, flags);
+            continue;
+        }
+        tracing::info!("stopping: every lease ends");
+        break;
+    }
+    server.stop();
+    Ok(())
+}
+
+/// Reads the configuration again. A mistake in it changes nothing.
+fn change_memory(server: &Server, flags: &Flags) {
+    match Config::gather(flags.clone()) {
+        Ok(config) => {
+            let asked = server.set_memory(config.memory_bytes);
+            let memory = format_size(config.memory_bytes);
+            tracing::info!(%memory, slabs_asked_back = asked, "memory to lend");
+        }
+        Err(error) => {
+            let error = anyhow::Error::new(error);
+            tracing::error!("the configuration is not taken: {error:#}");
+        }
+    }
+}
+
+/// Each connection takes a descriptor; the usual soft limit of 1024 is for programs that select(2).
+fn raise_descriptor_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "the limit of open files stays as it is");
+    }
+}

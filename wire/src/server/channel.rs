@@ -63,38 +63,39 @@ pub enum Received<T> {
 
 /// One end of a control connection.
 pub struct Channel {
-    socket: TcpStream,
+    socket: Arc<TcpStream>,
     tls: Connection,
     inbox: Vec<u8>,
+    closed: bool,
     max_received_bytes: usize,
 }
 
 impl Channel {
     /// Opens the client's end: TLS is shaken hands upon before `deadline`.
     pub fn connect(
-        socket: TcpStream,
+        socket: impl Into<Arc<TcpStream>>,
         config: Arc<ClientConfig>,
         server: ServerName<'static>,
         deadline: Instant,
     ) -> Result<Self, ChannelError> {
         let tls = ClientConnection::new(config, server).map_err(ChannelError::Tls)?;
         let max = super::control::MAX_SERVER_FRAME_BYTES;
-        Self::open(socket, tls.into(), max, deadline)
+        Self::open(socket.into(), tls.into(), max, deadline)
     }
 
     /// Opens the server's end.
     pub fn accept(
-        socket: TcpStream,
+        socket: impl Into<Arc<TcpStream>>,
         config: Arc<ServerConfig>,
         deadline: Instant,
     ) -> Result<Self, ChannelError> {
         let tls = ServerConnection::new(config).map_err(ChannelError::Tls)?;
         let max = super::control::MAX_CLIENT_FRAME_BYTES;
-        Self::open(socket, tls.into(), max, deadline)
+        Self::open(socket.into(), tls.into(), max, deadline)
     }
 
     fn open(
-        socket: TcpStream,
+        socket: Arc<TcpStream>,
         tls: Connection,
         max_received_bytes: usize,
         deadline: Instant,
@@ -104,6 +105,7 @@ impl Channel {
             socket,
             tls,
             inbox: Vec::new(),
+            closed: false,
             max_received_bytes,
         };
         // A frame waits in TLS until the socket takes it: the longest one must fit.
@@ -111,8 +113,8 @@ impl Channel {
         channel.tls.set_buffer_limit(Some(longest));
         while channel.tls.is_handshaking() {
             channel.flush()?;
-            if !channel.tls.is_handshaking() {
-                break;
+            if channel.closed {
+                return Err(ChannelError::Closed);
             }
             let mut events = PollFlags::POLLIN;
             if channel.tls.wants_write() {
@@ -129,11 +131,6 @@ impl Channel {
     /// The peer's certificates, its own first.
     pub fn peer_certificates(&self) -> &[CertificateDer<'static>] {
         self.tls.peer_certificates().unwrap_or_default()
-    }
-
-    /// The socket, to be shut down from elsewhere.
-    pub fn socket(&self) -> &TcpStream {
-        &self.socket
     }
 
     /// Sends one message; all of it, or the channel is dead.
@@ -167,6 +164,10 @@ impl Channel {
         loop {
             if let Some(message) = self.take_frame()? {
                 return Ok(Received::Message(message));
+            }
+            // What came before the end was delivered first.
+            if self.closed {
+                return Err(ChannelError::Closed);
             }
             if self.fill()? {
                 continue;
@@ -205,7 +206,7 @@ impl Channel {
     /// Writes what the socket takes now.
     fn flush(&mut self) -> Result<(), ChannelError> {
         while self.tls.wants_write() {
-            match self.tls.write_tls(&mut self.socket) {
+            match self.tls.write_tls(&mut &*self.socket) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -217,7 +218,7 @@ impl Channel {
 
     /// Where the peer hung up while we were sending, its reason may be waiting to be read.
     fn explain_broken_pipe(&mut self, error: io::Error) -> ChannelError {
-        while let Ok(read) = self.tls.read_tls(&mut self.socket) {
+        while let Ok(read) = self.tls.read_tls(&mut &*self.socket) {
             if let Err(alert) = self.tls.process_new_packets() {
                 return ChannelError::Tls(alert);
             }
@@ -230,8 +231,8 @@ impl Channel {
 
     /// Takes what has arrived; false if nothing has.
     fn fill(&mut self) -> Result<bool, ChannelError> {
-        match self.tls.read_tls(&mut self.socket) {
-            Ok(0) => return Err(ChannelError::Closed),
+        match self.tls.read_tls(&mut &*self.socket) {
+            Ok(0) => self.closed = true,
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(true),
@@ -239,23 +240,29 @@ impl Channel {
         }
         if let Err(error) = self.tls.process_new_packets() {
             // The peer deserves the alert that says why; whether it gets it changes nothing.
-            let _ = self.tls.write_tls(&mut self.socket);
+            let _ = self.tls.write_tls(&mut &*self.socket);
             return Err(ChannelError::Tls(error));
         }
         let mut chunk = [0; CHUNK_BYTES];
         loop {
             match self.tls.reader().read(&mut chunk) {
-                Ok(0) => return Err(ChannelError::Closed),
+                Ok(0) => {
+                    self.closed = true;
+                    break;
+                }
                 Ok(read) => self.inbox.extend_from_slice(&chunk[..read]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                // The socket ended without TLS's own end: the same, for whole frames.
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                    self.closed = true;
+                    break;
+                }
                 Err(error) => return Err(ChannelError::Io(error)),
             }
-            // A frame that closes the connection's last words is still to be delivered.
-            if self.inbox.len() > self.max_received_bytes + 4 {
-                break;
-            }
         }
-        self.flush()?;
+        if !self.closed {
+            self.flush()?;
+        }
         Ok(true)
     }
 

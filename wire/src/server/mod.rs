@@ -77,7 +77,7 @@ impl fmt::Display for ClientName {
 macro_rules! secret {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, Eq, Hash, Serialize, Deserialize)]
+        #[derive(Clone, Copy, Eq, Serialize, Deserialize)]
         #[serde(try_from = "String", into = "String")]
         pub struct $name(pub [u8; 32]);
 

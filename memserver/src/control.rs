@@ -1,0 +1,222 @@
+//! A client's control connection, once TLS stands: hello, then requests until either side ends it.
+
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use outram_wire::server::channel::{Channel, ChannelError, EventFd, Received, new_waker};
+use outram_wire::server::control::agree_version;
+use outram_wire::server::{
+    ClientMessage, ClientName, Purpose, Refusal, Reply, Request, ServerMessage, Welcome,
+};
+
+use crate::ledger::{Ended, Hold, Ledger};
+use crate::metrics::{Metrics, Outcome, With};
+
+/// A client that does not take an answer for so long is left.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// An observer that asks nothing for so long is left; guests are held by their lease.
+const OBSERVER_IDLE: Duration = Duration::from_secs(60);
+
+/// What a control connection works with.
+pub(crate) struct Desk {
+    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) metrics: Metrics,
+}
+
+/// Serves the client until it goes, or must go.
+pub(crate) fn serve(
+    desk: &Desk,
+    mut channel: Channel,
+    socket: &Arc<TcpStream>,
+    name: &ClientName,
+    hello_by: Instant,
+) -> Result<(), ChannelError> {
+    let (version, purpose) = match await_hello(&mut channel, hello_by)? {
+        Ok(agreed) => agreed,
+        Err(refusal) => return refuse(channel, refusal),
+    };
+    let (vm, secret) = match purpose {
+        Purpose::Observe => return observe(desk, channel, name, version),
+        Purpose::Guest { vm, secret } => (vm, secret),
+    };
+    let waker = Arc::new(new_waker().map_err(ChannelError::Io)?);
+    match desk.ledger.admit(vm, name, secret, socket, &waker) {
+        Ok(hold) => {
+            tracing::info!(%vm, client = %name, resumed = hold.resumed, slabs = hold.held.len(), "a guest's backend connected");
+            let served = serve_guest(desk, channel, &hold, &waker, version);
+            desk.ledger.leave(&hold);
+            tracing::info!(%vm, client = %name, "a guest's backend disconnected");
+            served
+        }
+        Err(refusal) => {
+            tracing::warn!(%vm, client = %name, %refusal, "a guest's backend is refused");
+            refuse(channel, refusal)
+        }
+    }
+}
+
+/// The first message: the version agreed upon and what the connection is for.
+fn await_hello(
+    channel: &mut Channel,
+    hello_by: Instant,
+) -> Result<Result<(u32, Purpose), Refusal>, ChannelError> {
+    Ok(match channel.receive(hello_by, None)? {
+        Received::Message(ClientMessage::Hello(hello)) => {
+            agree_version(&hello).map(|version| (version, hello.purpose))
+        }
+        Received::Message(ClientMessage::Request { .. }) => Err(Refusal::Unexpected {
+            expected: "a hello first".to_owned(),
+        }),
+        Received::TimedOut | Received::Woken => return Err(ChannelError::TimedOut("say hello")),
+    })
+}
+
+fn refuse(mut channel: Channel, refusal: Refusal) -> Result<(), ChannelError> {
+    let deadline = Instant::now() + SEND_TIMEOUT;
+    channel.send(&ServerMessage::Refused(refusal), deadline)?;
+    channel.close();
+    Ok(())
+}
+
+fn welcome(desk: &Desk, version: u32, hold: Option<&Hold>) -> ServerMessage {
+    let terms = &desk.ledger.terms;
+    ServerMessage::Welcome(Welcome {
+        version,
+        instance: desk.ledger.instance,
+        slab_bytes: terms.slab_bytes,
+        lease_timeout_ms: u64::try_from(terms.lease_timeout.as_millis()).unwrap_or(u64::MAX),
+        resumed: hold.is_some_and(|hold| hold.resumed),
+        reserved_bytes: hold.map_or(0, |hold| hold.reserved_bytes),
+        held: hold.map_or(Vec::new(), |hold| hold.held.clone()),
+    })
+}
+
+fn observe(
+    desk: &Desk,
+    mut channel: Channel,
+    name: &ClientName,
+    version: u32,
+) -> Result<(), ChannelError> {
+    let greeting = welcome(desk, version, None);
+    channel.send(&greeting, Instant::now() + SEND_TIMEOUT)?;
+    loop {
+        let idle_until = Instant::now() + OBSERVER_IDLE;
+        let Received::Message(message) = channel.receive(idle_until, None)? else {
+            channel.close();
+            return Ok(());
+        };
+        let (id, reply) = match message {
+            ClientMessage::Request {
+                id,
+                request: Request::Stats,
+            } => (id, stats(desk, name)),
+            ClientMessage::Request { id, .. } => {
+                let refusal = Refusal::Unexpected {
+                    expected: "a question for statistics, from an observer".to_owned(),
+                };
+                (id, Reply::Refused(refusal))
+            }
+            ClientMessage::Hello(_) => return refuse(channel, second_hello()),
+        };
+        let deadline = Instant::now() + SEND_TIMEOUT;
+        channel.send(&ServerMessage::Reply { id, reply }, deadline)?;
+    }
+}
+
+fn serve_guest(
+    desk: &Desk,
+    mut channel: Channel,
+    hold: &Hold,
+    waker: &EventFd,
+    version: u32,
+) -> Result<(), ChannelError> {
+    let greeting = welcome(desk, version, Some(hold));
+    channel.send(&greeting, Instant::now() + SEND_TIMEOUT)?;
+    loop {
+        // The lease ends the connection of a client that is silent; this only bounds the wait.
+        let until = Instant::now() + desk.ledger.terms.lease_timeout;
+        match channel.receive(until, Some(waker))? {
+            Received::TimedOut => {}
+            Received::Woken => {
+                for message in hold.control.take_outbox() {
+                    channel.send(&message, Instant::now() + SEND_TIMEOUT)?;
+                    if message == ServerMessage::Closing {
+                        channel.close();
+                        return Ok(());
+                    }
+                }
+            }
+            Received::Message(ClientMessage::Hello(_)) => return refuse(channel, second_hello()),
+            Received::Message(ClientMessage::Request { id, request }) => {
+                let last = request == Request::Goodbye;
+                let reply = carry_out(desk, hold, request);
+                let over = last || reply == Reply::Refused(Refusal::SessionEnded);
+                let deadline = Instant::now() + SEND_TIMEOUT;
+                channel.send(&ServerMessage::Reply { id, reply }, deadline)?;
+                if over {
+                    channel.close();
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+fn second_hello() -> Refusal {
+    Refusal::Unexpected {
+        expected: "requests, after the hello".to_owned(),
+    }
+}
+
+fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
+    let ledger = &desk.ledger;
+    let (vm, client) = (hold.session.vm, &hold.session.name);
+    let outcome = ledger.renew(hold).and_then(|()| match request {
+        Request::Renew => Ok(Reply::Done),
+        Request::Reserve { bytes } => {
+            let reserved = ledger.reserve(hold, bytes);
+            reserved.map(|bytes| Reply::Reserved { bytes })
+        }
+        Request::Lease => {
+            let leased = ledger.lease(hold);
+            let outcome = match &leased {
+                Ok(_) => Outcome::Granted,
+                Err(refusal) => {
+                    tracing::warn!(%vm, %client, %refusal, "no slab is leased");
+                    Outcome::Refused
+                }
+            };
+            desk.metrics.leases.get_or_create(&With { outcome }).inc();
+            leased.map(|slab| Reply::Leased { slab })
+        }
+        Request::Release { slab } => ledger.release(hold, slab).map(|()| {
+            desk.metrics.released_slabs.inc();
+            Reply::Done
+        }),
+        Request::DataToken => {
+            let token = ledger.issue_token(hold);
+            token.map(|token| Reply::DataToken { token })
+        }
+        Request::Stats => Ok(stats(desk, client)),
+        Request::Goodbye => ledger.end(hold).map(|ended| {
+            desk.metrics.released_slabs.inc_by(ended.slabs);
+            let Ended { slabs, at_once } = ended;
+            tracing::info!(%vm, %client, slabs, at_once, "a guest's session ended");
+            Reply::Done
+        }),
+    });
+    outcome.unwrap_or_else(Reply::Refused)
+}
+
+fn stats(desk: &Desk, asker: &ClientName) -> Reply {
+    Reply::Stats(Box::new(desk.ledger.stats(|name| name == asker)))
+}
+
+/// Whether an error is the client's breach of the protocol, not a connection's ordinary end.
+pub(crate) fn is_breach(error: &ChannelError) -> bool {
+    matches!(
+        error,
+        ChannelError::TooLong { .. } | ChannelError::Malformed(_) | ChannelError::Tls(_)
+    )
+}

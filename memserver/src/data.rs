@@ -1,0 +1,229 @@
+//! A data connection, once its token was good: requests are served in order, each by one or two
+//! system calls that move bytes between the socket and the slabs directly.
+//!
+//! Per connection there is one thread and a small buffer. A client that stops reading stops its own
+//! thread, which gives up after a while; a frame against the protocol ends the connection.
+
+use std::io::{self, Read};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use outram_wire::server::Extent;
+use outram_wire::server::data::{
+    self, DataError, EXTENT_BYTES, Op, REQUEST_BYTES, ReplyHeader, RequestHeader, Status,
+};
+
+use crate::metrics::{Metrics, Of, Operation};
+use crate::session::Admitted;
+use crate::slab::{self, Piece, Vectors};
+
+/// The buffer: the longest request head, and some of what follows it, which is copied once more.
+const BUFFER_BYTES: usize = 2 * data::MAX_REQUEST_BYTES;
+
+/// A peer that neither sends the rest of a request nor takes a reply for so long is left.
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Why a data connection ended otherwise than by its client's closing it.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DataEnd {
+    #[error("the connection failed")]
+    Io(#[from] io::Error),
+    #[error("the client broke the protocol")]
+    Breach(#[from] DataError),
+}
+
+/// A data connection being served.
+pub(crate) struct Service<'a> {
+    socket: &'a TcpStream,
+    session: &'a Admitted,
+    metrics: &'a Metrics,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    extents: Vec<Extent>,
+    pieces: Vec<Piece>,
+    vectors: Vectors,
+}
+
+impl<'a> Service<'a> {
+    /// Takes a blocking socket whose hello was answered.
+    pub(crate) fn new(socket: &'a TcpStream, session: &'a Admitted, metrics: &'a Metrics) -> Self {
+        Self {
+            socket,
+            session,
+            metrics,
+            buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
+            start: 0,
+            end: 0,
+            extents: Vec::new(),
+            pieces: Vec::new(),
+            vectors: Vectors::default(),
+        }
+    }
+
+    /// Serves requests until the client closes the connection.
+    pub(crate) fn run(mut self) -> Result<(), DataEnd> {
+        self.socket.set_read_timeout(Some(STALL_TIMEOUT))?;
+        self.socket.set_write_timeout(Some(STALL_TIMEOUT))?;
+        while let Some(header) = self.await_request()? {
+            self.await_extents(&header)?;
+            let total = data::check_request(&header, &self.extents)? as usize;
+            let resolved = self.session.resolve(&self.extents, &mut self.pieces);
+            match (resolved, header.op) {
+                (Ok(()), Op::Read) => self.reply_bytes(header.id, total)?,
+                (Ok(()), Op::Write) => self.take_bytes(header.id, total)?,
+                (Err((extent, status)), op) => {
+                    let payload = if op == Op::Write { total } else { 0 };
+                    self.refuse(header.id, extent, status, payload)?;
+                }
+            }
+            // The slabs are not to be kept for longer than the request.
+            self.pieces.clear();
+        }
+        Ok(())
+    }
+
+    /// The next request's header; none where the client closed the connection between requests.
+    fn await_request(&mut self) -> Result<Option<RequestHeader>, DataEnd> {
+        while self.start == self.end {
+            // Nothing is begun: the client may be silent for as long as its lease lasts.
+            match self.read_more() {
+                Ok(0) => return Ok(None),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let header = *self.need::<REQUEST_BYTES>()?;
+        Ok(Some(data::decode_request(&header)?))
+    }
+
+    fn await_extents(&mut self, header: &RequestHeader) -> Result<(), DataEnd> {
+        self.extents.clear();
+        for _ in 0..header.extents {
+            let extent = data::decode_extent(self.need::<EXTENT_BYTES>()?);
+            self.extents.push(extent);
+        }
+        Ok(())
+    }
+
+    /// Takes the next `N` bytes, waiting for them if they are not here yet.
+    fn need<const N: usize>(&mut self) -> io::Result<&[u8; N]> {
+        while self.end - self.start < N {
+            if self.read_more()? == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        let taken = self.start;
+        self.start += N;
+        let bytes = self.buffer[taken..].first_chunk();
+        Ok(bytes.expect("so many bytes were waited for"))
+    }
+
+    fn read_more(&mut self) -> io::Result<usize> {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.end == self.buffer.len() {
+            self.buffer.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+        loop {
+            match self.socket.read(&mut self.buffer[self.end..]) {
+                Ok(read) => {
+                    self.end += read;
+                    return Ok(read);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Answers a read: header and slabs' bytes in one call, as far as the socket takes them.
+    fn reply_bytes(&mut self, id: u64, total: usize) -> Result<(), DataEnd> {
+        self.reply(id, Status::Done, 0, total)?;
+        self.count(Operation::Read);
+        self.metrics.read_bytes.inc_by(total as u64);
+        Ok(())
+    }
+
+    /// Carries out a write: what is in the buffer already is stored, the rest received in place.
+    fn take_bytes(&mut self, id: u64, total: usize) -> Result<(), DataEnd> {
+        let here = total.min(self.end - self.start);
+        slab::store(&self.pieces, &self.buffer[self.start..self.start + here]);
+        self.start += here;
+        let mut done = here;
+        while done < total {
+            let socket = self.socket.as_fd();
+            match slab::receive(socket, &self.pieces, done, &mut self.vectors) {
+                Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+                Ok(read) => done += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.metrics.written_bytes.inc_by(total as u64);
+        self.pieces.clear();
+        self.reply(id, Status::Done, 0, 0)?;
+        self.count(Operation::Write);
+        Ok(())
+    }
+
+    /// Answers a request that is not the client's to make; its payload is passed over.
+    fn refuse(
+        &mut self,
+        id: u64,
+        extent: u16,
+        status: Status,
+        mut payload: usize,
+    ) -> Result<(), DataEnd> {
+        self.pieces.clear();
+        loop {
+            let here = payload.min(self.end - self.start);
+            self.start += here;
+            payload -= here;
+            if payload == 0 {
+                break;
+            }
+            if self.read_more()? == 0 {
+                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+            }
+        }
+        self.count(Operation::Refused);
+        self.reply(id, status, extent, 0)
+    }
+
+    fn reply(
+        &mut self,
+        id: u64,
+        status: Status,
+        extent: u16,
+        payload_bytes: usize,
+    ) -> Result<(), DataEnd> {
+        let head = data::encode_reply(&ReplyHeader {
+            status,
+            extent,
+            // At most MAX_PAYLOAD_BYTES.
+            payload_bytes: payload_bytes as u32,
+            id,
+        });
+        let total = head.len() + payload_bytes;
+        let mut done = 0;
+        while done < total {
+            let socket = self.socket.as_fd();
+            match slab::send(socket, &head, &self.pieces, done, &mut self.vectors) {
+                Ok(sent) => done += sent,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn count(&self, operation: Operation) {
+        let requests = &self.metrics.data_requests;
+        requests.get_or_create(&Of { operation }).inc();
+    }
+}

@@ -1,0 +1,538 @@
+//! Who has what: sessions, reservations, leases and tokens, under one lock.
+//!
+//! Requests on control connections are rare, so one lock is enough; data connections never take it.
+//! It is not held across I/O, nor while memory is given back to the system.
+
+use std::collections::{BTreeSet, HashMap};
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use outram_wire::server::channel::EventFd;
+use outram_wire::server::clock::BootTime;
+use outram_wire::server::{
+    ClientName, ClientStats, InstanceId, Refusal, ServerMessage, ServerStats, SessionSecret,
+    SlabId, Token,
+};
+use outram_wire::units::VmId;
+
+use crate::session::Session;
+use crate::slab::Slab;
+
+/// How long the threads of a fenced session get to finish what they are at: copying a few MiB.
+const FENCE_TIMEOUT: Duration = Duration::from_secs(4);
+/// Most tokens of a session that are not used yet; the oldest makes room.
+const MAX_TOKENS: usize = 64;
+
+/// What the ledger may give.
+#[derive(Clone, Debug)]
+pub(crate) struct Terms {
+    pub(crate) slab_bytes: u64,
+    pub(crate) lease_timeout: Duration,
+    pub(crate) max_sessions: usize,
+    /// A token not used for so long is void.
+    pub(crate) token_life: Duration,
+}
+
+/// All accounts of a server.
+pub(crate) struct Ledger {
+    pub(crate) instance: InstanceId,
+    pub(crate) terms: Terms,
+    lent_bytes: Arc<AtomicU64>,
+    books: Mutex<Books>,
+}
+
+struct Books {
+    memory_bytes: u64,
+    next_slab: u64,
+    next_control: u64,
+    closing: bool,
+    accounts: HashMap<VmId, Account>,
+}
+
+struct Account {
+    session: Arc<Session>,
+    reserved_bytes: u64,
+    renewed_at: BootTime,
+    control: Option<Arc<Control>>,
+    /// A new control connection waits for the fence.
+    resuming: bool,
+    /// Slabs asked back and not yet given.
+    vacating: BTreeSet<SlabId>,
+    tokens: Vec<(Token, BootTime)>,
+}
+
+/// A control connection as others reach it: to be sent messages, or to be ended.
+pub(crate) struct Control {
+    id: u64,
+    socket: Arc<TcpStream>,
+    waker: Arc<EventFd>,
+    outbox: Mutex<Vec<ServerMessage>>,
+}
+
+impl Control {
+    /// Leaves a message for the connection's own thread to send.
+    fn post(&self, message: ServerMessage) {
+        self.lock_outbox().push(message);
+        // A counter at its top means that the thread has wake-ups enough.
+        let _ = self.waker.write(1);
+    }
+
+    /// What is to be sent.
+    pub(crate) fn take_outbox(&self) -> Vec<ServerMessage> {
+        std::mem::take(&mut self.lock_outbox())
+    }
+
+    fn lock_outbox(&self) -> MutexGuard<'_, Vec<ServerMessage>> {
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn cut(&self) {
+        // It may have ended by itself; its thread notices either way.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+}
+
+/// An admitted control connection's hold on its account.
+pub(crate) struct Hold {
+    pub(crate) session: Arc<Session>,
+    pub(crate) control: Arc<Control>,
+    pub(crate) resumed: bool,
+    pub(crate) reserved_bytes: u64,
+    pub(crate) held: Vec<SlabId>,
+}
+
+/// How a session came to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ended {
+    pub(crate) slabs: u64,
+    /// Whether its threads were done with the slabs at once.
+    pub(crate) at_once: bool,
+}
+
+impl Ledger {
+    pub(crate) fn new(
+        instance: InstanceId,
+        memory_bytes: u64,
+        terms: Terms,
+    ) -> Result<Self, getrandom::Error> {
+        let mut start = [0; 8];
+        getrandom::fill(&mut start[4..])?;
+        Ok(Self {
+            instance,
+            terms,
+            lent_bytes: Arc::default(),
+            books: Mutex::new(Books {
+                memory_bytes,
+                // Ids of another instance mean nothing here: a random upper half tells them apart,
+                // but for the top bit, which leaves room to count.
+                next_slab: (u64::from_le_bytes(start) >> 1) + 1,
+                next_control: 1,
+                closing: false,
+                accounts: HashMap::new(),
+            }),
+        })
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        // A change under the lock either completes or panics before it begins.
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Admits a control connection: opens the guest's session, or hands it over once every
+    /// connection of the former one has ended.
+    pub(crate) fn admit(
+        &self,
+        vm: VmId,
+        name: &ClientName,
+        secret: SessionSecret,
+        socket: &Arc<TcpStream>,
+        waker: &Arc<EventFd>,
+    ) -> Result<Hold, Refusal> {
+        let resumed = {
+            let mut books = self.books();
+            if books.closing {
+                return Err(Refusal::Closing);
+            }
+            match books.accounts.get_mut(&vm) {
+                Some(account) => Some(self.begin_resumption(account, name, secret)?),
+                None => {
+                    self.open_account(&mut books, vm, name, secret)?;
+                    None
+                }
+            }
+        };
+        if let Some(session) = &resumed
+            && !session.fence(FENCE_TIMEOUT)
+        {
+            if let Some(account) = self.books().accounts.get_mut(&vm) {
+                account.resuming = false;
+            }
+            return Err(Refusal::SessionBusy);
+        }
+        self.hand_over(vm, resumed, socket, waker)
+    }
+
+    fn open_account(
+        &self,
+        books: &mut Books,
+        vm: VmId,
+        name: &ClientName,
+        secret: SessionSecret,
+    ) -> Result<(), Refusal> {
+        if books.accounts.len() >= self.terms.max_sessions {
+            return Err(Refusal::TooMany {
+                what: "guests".to_owned(),
+                limit: self.terms.max_sessions as u64,
+            });
+        }
+        let account = Account {
+            session: Arc::new(Session::new(vm, name.clone(), secret)),
+            reserved_bytes: 0,
+            renewed_at: BootTime::now(),
+            control: None,
+            resuming: true,
+            vacating: BTreeSet::new(),
+            tokens: Vec::new(),
+        };
+        books.accounts.insert(vm, account);
+        Ok(())
+    }
+
+    /// Checks that the session is the caller's and cuts its former control connection.
+    fn begin_resumption(
+        &self,
+        account: &mut Account,
+        name: &ClientName,
+        secret: SessionSecret,
+    ) -> Result<Arc<Session>, Refusal> {
+        let session = &account.session;
+        if session.name != *name || session.secret != secret {
+            let ends = account.renewed_at.after(self.terms.lease_timeout);
+            return Err(Refusal::SessionTaken {
+                vm: session.vm,
+                ends_in_s: ends.since(BootTime::now()).as_secs() + 1,
+            });
+        }
+        if account.resuming {
+            return Err(Refusal::SessionBusy);
+        }
+        account.resuming = true;
+        account.tokens.clear();
+        if let Some(former) = account.control.take() {
+            former.cut();
+        }
+        Ok(account.session.clone())
+    }
+
+    fn hand_over(
+        &self,
+        vm: VmId,
+        resumed: Option<Arc<Session>>,
+        socket: &Arc<TcpStream>,
+        waker: &Arc<EventFd>,
+    ) -> Result<Hold, Refusal> {
+        let mut books = self.books();
+        let id = books.next_control;
+        books.next_control += 1;
+        let account = books.accounts.get_mut(&vm).filter(|account| {
+            let same = |session| Arc::ptr_eq(session, &account.session);
+            resumed.as_ref().is_none_or(same)
+        });
+        // The lease may have ended while the fence was waited for.
+        let account = account.ok_or(Refusal::SessionBusy)?;
+        let control = Arc::new(Control {
+            id,
+            socket: socket.clone(),
+            waker: waker.clone(),
+            outbox: Mutex::default(),
+        });
+        account.resuming = false;
+        account.renewed_at = BootTime::now();
+        account.control = Some(control.clone());
+        account.session.reopen();
+        // Who was cut off may never have seen what it was asked for.
+        for slab in &account.vacating {
+            control.post(ServerMessage::Vacate { slab: *slab });
+        }
+        Ok(Hold {
+            session: account.session.clone(),
+            control,
+            resumed: resumed.is_some(),
+            reserved_bytes: account.reserved_bytes,
+            held: account.session.slab_ids(),
+        })
+    }
+
+    /// Forgets a control connection that has ended; the session goes on until its lease ends.
+    pub(crate) fn leave(&self, hold: &Hold) {
+        let mut books = self.books();
+        if let Ok(account) = account_of(&mut books, hold) {
+            account.control = None;
+        }
+    }
+
+    /// Keeps the lease: to be called for each request.
+    pub(crate) fn renew(&self, hold: &Hold) -> Result<(), Refusal> {
+        let mut books = self.books();
+        account_of(&mut books, hold)?.renewed_at = BootTime::now();
+        Ok(())
+    }
+
+    /// Sets `bytes` in all aside for the client; returns what it has then.
+    pub(crate) fn reserve(&self, hold: &Hold, bytes: u64) -> Result<u64, Refusal> {
+        let mut books = self.books();
+        let free_bytes = books.memory_bytes.saturating_sub(books.reserved_bytes());
+        let account = account_of(&mut books, hold)?;
+        let slab_bytes = self.terms.slab_bytes;
+        let leased = account.session.slab_count() * slab_bytes;
+        let wanted = bytes.div_ceil(slab_bytes).saturating_mul(slab_bytes);
+        let wanted = wanted.max(leased);
+        let more = wanted.saturating_sub(account.reserved_bytes);
+        if more > free_bytes {
+            return Err(Refusal::ServerFull {
+                asked_bytes: wanted,
+                free_bytes: free_bytes.saturating_add(account.reserved_bytes),
+            });
+        }
+        account.reserved_bytes = wanted;
+        Ok(wanted)
+    }
+
+    /// Leases one more slab out of the client's reservation.
+    pub(crate) fn lease(&self, hold: &Hold) -> Result<SlabId, Refusal> {
+        let mut books = self.books();
+        let memory_bytes = books.memory_bytes;
+        let id = SlabId(books.next_slab);
+        let slab_bytes = self.terms.slab_bytes;
+        let account = account_of(&mut books, hold)?;
+        let leased = account.session.slab_count() * slab_bytes;
+        if leased + slab_bytes > account.reserved_bytes {
+            return Err(Refusal::ReservationExhausted {
+                reserved_bytes: account.reserved_bytes,
+            });
+        }
+        // Released slabs count for as long as a request in work uses them, and what may be lent can
+        // have been lowered since the reservation.
+        let lent = self.lent_bytes.load(Ordering::Acquire);
+        if lent + slab_bytes > memory_bytes {
+            return Err(Refusal::ServerFull {
+                asked_bytes: slab_bytes,
+                free_bytes: memory_bytes.saturating_sub(lent),
+            });
+        }
+        let slab = Slab::map(self.slab_bytes(), &self.lent_bytes).map_err(|error| {
+            Refusal::OutOfMemory {
+                reason: error.to_string(),
+            }
+        })?;
+        account.session.add_slab(id, slab);
+        books.next_slab += 1;
+        Ok(id)
+    }
+
+    /// Takes a slab back. Its memory is the system's again once requests in work are done with it.
+    pub(crate) fn release(&self, hold: &Hold, slab: SlabId) -> Result<(), Refusal> {
+        let mut books = self.books();
+        let account = account_of(&mut books, hold)?;
+        let taken = account.session.take_slab(slab);
+        let taken = taken.ok_or(Refusal::NotLeased { slab })?;
+        if account.vacating.remove(&slab) {
+            // What was asked back is not to be leased again.
+            account.reserved_bytes -= self.terms.slab_bytes.min(account.reserved_bytes);
+        }
+        drop(books);
+        drop(taken);
+        Ok(())
+    }
+
+    /// A token for one data connection of the client's.
+    pub(crate) fn issue_token(&self, hold: &Hold) -> Result<Token, Refusal> {
+        let token = Token::random().map_err(|error| Refusal::OutOfMemory {
+            reason: error.to_string(),
+        })?;
+        let mut books = self.books();
+        let account = account_of(&mut books, hold)?;
+        let now = BootTime::now();
+        account.tokens.retain(|(_, until)| *until > now);
+        if account.tokens.len() >= MAX_TOKENS {
+            account.tokens.remove(0);
+        }
+        account
+            .tokens
+            .push((token, now.after(self.terms.token_life)));
+        Ok(token)
+    }
+
+    /// The session that a token is for. It is void from then on.
+    pub(crate) fn redeem_token(&self, token: &Token) -> Option<Arc<Session>> {
+        let now = BootTime::now();
+        let mut books = self.books();
+        books.accounts.values_mut().find_map(|account| {
+            let place = account.tokens.iter().position(|(own, _)| own == token)?;
+            let (_, until) = account.tokens.remove(place);
+            (until > now).then(|| account.session.clone())
+        })
+    }
+
+    /// Ends a session at its client's wish, and waits for its memory to be given back.
+    pub(crate) fn end(&self, hold: &Hold) -> Result<Ended, Refusal> {
+        let mut books = self.books();
+        account_of(&mut books, hold)?;
+        books.accounts.remove(&hold.session.vm);
+        drop(books);
+        let at_once = hold.session.fence(FENCE_TIMEOUT);
+        let slabs = hold.session.take_slabs();
+        Ok(Ended {
+            slabs: slabs.len() as u64,
+            at_once,
+        })
+    }
+
+    /// Ends the sessions whose lease has run out; returns whose, with the slabs they had.
+    pub(crate) fn expire(&self) -> Vec<(VmId, u64)> {
+        let now = BootTime::now();
+        let mut books = self.books();
+        let (timeout, accounts) = (self.terms.lease_timeout, &mut books.accounts);
+        let over: Vec<Account> = accounts
+            .extract_if(|_, account| now.since(account.renewed_at) > timeout)
+            .map(|(_, account)| account)
+            .collect();
+        drop(books);
+        let mut ended = Vec::new();
+        for account in over {
+            if let Some(control) = &account.control {
+                control.cut();
+            }
+            account.session.cut();
+            let slabs = account.session.take_slabs();
+            ended.push((account.session.vm, slabs.len() as u64));
+        }
+        ended
+    }
+
+    /// Changes what may be lent, and asks clients for slabs back where more is leased; returns how
+    /// many were asked for.
+    pub(crate) fn set_memory(&self, memory_bytes: u64) -> u64 {
+        let slab_bytes = self.terms.slab_bytes;
+        let mut books = self.books();
+        books.memory_bytes = memory_bytes;
+        let leased = books.leased_slabs() * slab_bytes;
+        let asked = books.accounts.values().map(|a| a.vacating.len() as u64);
+        let asked = asked.sum::<u64>() * slab_bytes;
+        let excess = leased.saturating_sub(asked).saturating_sub(memory_bytes);
+        let mut posted = 0;
+        for _ in 0..excess.div_ceil(slab_bytes) {
+            // Whoever holds most gives first, its newest slab.
+            let most = |account: &&mut Account| account.session.slab_count() - account.asked_back();
+            let Some(account) = books.accounts.values_mut().max_by_key(most) else {
+                break;
+            };
+            let newest = account.session.slab_ids().into_iter().rev();
+            let mut newest = newest.filter(|slab| !account.vacating.contains(slab));
+            let Some(slab) = newest.next() else {
+                break;
+            };
+            account.vacating.insert(slab);
+            posted += 1;
+            if let Some(control) = &account.control {
+                control.post(ServerMessage::Vacate { slab });
+            }
+        }
+        posted
+    }
+
+    /// Takes no more clients, and tells those who are there.
+    pub(crate) fn close(&self) {
+        let mut books = self.books();
+        books.closing = true;
+        for account in books.accounts.values() {
+            if let Some(control) = &account.control {
+                control.post(ServerMessage::Closing);
+            }
+        }
+    }
+
+    /// Ends every session, after [`Ledger::close`]; waits for the threads of their connections.
+    pub(crate) fn end_all(&self) {
+        let accounts = std::mem::take(&mut self.books().accounts);
+        for account in accounts.values() {
+            account.session.cut();
+            if let Some(control) = &account.control {
+                control.cut();
+            }
+        }
+        for account in accounts.into_values() {
+            account.session.fence(FENCE_TIMEOUT);
+            drop(account.session.take_slabs());
+        }
+    }
+
+    /// What is lent: of the clients, those that `show` lets through.
+    pub(crate) fn stats(&self, show: impl Fn(&ClientName) -> bool) -> ServerStats {
+        let books = self.books();
+        let accounts = books.accounts.values();
+        let shown = accounts.filter(|account| show(&account.session.name));
+        let mut clients: Vec<ClientStats> = shown
+            .map(|account| account.stats(self.terms.slab_bytes))
+            .collect();
+        clients.sort_by_key(|client| client.vm);
+        ServerStats {
+            instance: self.instance,
+            memory_bytes: books.memory_bytes,
+            reserved_bytes: books.reserved_bytes(),
+            leased_bytes: self.lent_bytes.load(Ordering::Acquire),
+            slab_bytes: self.terms.slab_bytes,
+            clients,
+        }
+    }
+
+    fn slab_bytes(&self) -> usize {
+        // Configured to be at most 2 GiB.
+        self.terms.slab_bytes as usize
+    }
+}
+
+impl Books {
+    fn reserved_bytes(&self) -> u64 {
+        let accounts = self.accounts.values();
+        accounts.map(|account| account.reserved_bytes).sum()
+    }
+
+    fn leased_slabs(&self) -> u64 {
+        let accounts = self.accounts.values();
+        accounts.map(|account| account.session.slab_count()).sum()
+    }
+}
+
+impl Account {
+    fn asked_back(&self) -> u64 {
+        self.vacating.len() as u64
+    }
+
+    fn stats(&self, slab_bytes: u64) -> ClientStats {
+        let slabs = self.session.slab_count();
+        ClientStats {
+            vm: self.session.vm,
+            name: self.session.name.clone(),
+            connected: self.control.is_some(),
+            slabs,
+            leased_bytes: slabs * slab_bytes,
+            reserved_bytes: self.reserved_bytes,
+            data_connections: self.session.data_connections() as u64,
+        }
+    }
+}
+
+/// The account, if the connection still is the one that speaks for it.
+fn account_of<'a>(books: &'a mut Books, hold: &Hold) -> Result<&'a mut Account, Refusal> {
+    let account = books.accounts.get_mut(&hold.session.vm);
+    account
+        .filter(|account| {
+            let control = account.control.as_ref();
+            Arc::ptr_eq(&account.session, &hold.session)
+                && control.is_some_and(|control| control.id == hold.control.id)
+        })
+        .ok_or(Refusal::SessionEnded)
+}

@@ -1,0 +1,276 @@
+//! Slabs: the memory that is lent, and the only code that touches it.
+//!
+//! A slab is a private anonymous mapping. Its bytes are never a Rust reference: sockets are filled
+//! from it and drained into it by the kernel, and what has arrived in a buffer already is stored
+//! byte by byte through atomics, so that two connections of one client that write the same place
+//! leave one or the other's bytes there and nothing worse.
+//!
+//! Releasing a slab is dropping the last [`Arc`](std::sync::Arc) of it: the mapping goes back to
+//! the system, which zeroes memory before anyone else gets it. A request in work keeps its own
+//! `Arc`, so nothing is taken away under a running copy. What is mapped is counted until then.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+/// Memory of one slab.
+#[derive(Debug)]
+pub(crate) struct Slab {
+    base: NonNull<u8>,
+    bytes: usize,
+    /// Bytes of all slabs together: ours is added at mapping and taken off at unmapping.
+    lent_bytes: Arc<AtomicU64>,
+}
+
+// SAFETY: the mapping belongs to the slab alone and is not bound to a thread.
+unsafe impl Send for Slab {}
+// SAFETY: through `&Slab` the memory is only handed to the kernel or written through atomics.
+unsafe impl Sync for Slab {}
+
+/// A range within a slab; whoever makes one has checked nothing: [`Piece::new`] does.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    slab: Arc<Slab>,
+    offset: usize,
+    bytes: usize,
+}
+
+impl Slab {
+    /// Maps a slab. It reads as zeros, and takes memory from the system as it is written.
+    pub(crate) fn map(bytes: usize, lent_bytes: &Arc<AtomicU64>) -> io::Result<Self> {
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no memory of
+        // ours; the result is checked before it is used.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let Some(base) = NonNull::new(base.cast()) else {
+            return Err(io::Error::other("the system mapped a slab at address zero"));
+        };
+        lent_bytes.fetch_add(bytes as u64, Ordering::AcqRel);
+        let slab = Self {
+            base,
+            bytes,
+            lent_bytes: lent_bytes.clone(),
+        };
+        slab.keep_private()?;
+        Ok(slab)
+    }
+
+    /// A guest's memory has no place in a core dump.
+    fn keep_private(&self) -> io::Result<()> {
+        // SAFETY: the range is exactly our own mapping; the advice changes no byte of it.
+        let advised =
+            unsafe { libc::madvise(self.base.as_ptr().cast(), self.bytes, libc::MADV_DONTDUMP) };
+        if advised != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, was not unmapped before, and no `Piece` refers to it any
+        // more, for each holds an `Arc` of the slab.
+        let unmapped = unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
+        debug_assert_eq!(unmapped, 0, "a whole own mapping can be unmapped");
+        self.lent_bytes
+            .fetch_sub(self.bytes as u64, Ordering::AcqRel);
+    }
+}
+
+impl Piece {
+    /// The range, if it lies within the slab.
+    pub(crate) fn new(slab: Arc<Slab>, offset: u32, length: u32) -> Option<Self> {
+        let (offset, bytes) = (offset as usize, length as usize);
+        let end = offset.checked_add(bytes)?;
+        (end <= slab.bytes).then_some(Self {
+            slab,
+            offset,
+            bytes,
+        })
+    }
+
+    /// The range's part from `skip` on, for the kernel to read or write.
+    fn io_vector(&self, skip: usize) -> libc::iovec {
+        assert!(skip <= self.bytes, "a part lies within its piece");
+        // SAFETY: offset + skip lies within the mapping, for offset + bytes does (`Piece::new`).
+        let start = unsafe { self.slab.base.as_ptr().add(self.offset + skip) };
+        libc::iovec {
+            iov_base: start.cast(),
+            iov_len: self.bytes - skip,
+        }
+    }
+
+    /// Stores `source` at `at` within the range.
+    fn store(&self, at: usize, source: &[u8]) {
+        let end = at.checked_add(source.len());
+        assert!(
+            end.is_some_and(|end| end <= self.bytes),
+            "what is stored lies within its piece"
+        );
+        for (index, byte) in source.iter().enumerate() {
+            // SAFETY: offset + at + index lies within the mapping, as asserted above.
+            let place = unsafe { self.slab.base.as_ptr().add(self.offset + at + index) };
+            // SAFETY: the place is valid for as long as `self` holds the slab, aligned as every
+            // byte is, and never accessed by Rust code other than through atomics.
+            let place = unsafe { AtomicU8::from_ptr(place) };
+            place.store(*byte, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Vectors for the kernel: `head` from `done` on, then the pieces. Kept for reuse.
+#[derive(Default)]
+pub(crate) struct Vectors(Vec<libc::iovec>);
+
+// SAFETY: the vector is emptied before each use; addresses left in it are never followed.
+unsafe impl Send for Vectors {}
+
+impl Vectors {
+    fn gather(&mut self, head: &[u8], pieces: &[Piece], done: usize) {
+        self.0.clear();
+        let mut skip = done;
+        if skip < head.len() {
+            let rest = &head[skip..];
+            self.0.push(libc::iovec {
+                iov_base: rest.as_ptr().cast_mut().cast(),
+                iov_len: rest.len(),
+            });
+        }
+        skip = skip.saturating_sub(head.len());
+        for piece in pieces {
+            let skipped = skip.min(piece.bytes);
+            skip -= skipped;
+            if skipped < piece.bytes {
+                self.0.push(piece.io_vector(skipped));
+            }
+        }
+    }
+}
+
+/// Sends `head` and the pieces' bytes, but for the first `done` of them all; returns how many the
+/// socket took.
+pub(crate) fn send(
+    socket: BorrowedFd<'_>,
+    head: &[u8],
+    pieces: &[Piece],
+    done: usize,
+    vectors: &mut Vectors,
+) -> io::Result<usize> {
+    vectors.gather(head, pieces, done);
+    // SAFETY: a message header of zeros is a legal one: no name, no vectors, no control bytes.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = vectors.0.as_mut_ptr();
+    message.msg_iovlen = vectors.0.len();
+    // SAFETY: the vectors describe `head` and ranges of mapped slabs, all of which outlive the
+    // call; the kernel only reads them.
+    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+/// Receives into the pieces, but for the first `done` bytes of them; returns how many came, zero
+/// where the peer has closed.
+pub(crate) fn receive(
+    socket: BorrowedFd<'_>,
+    pieces: &[Piece],
+    done: usize,
+    vectors: &mut Vectors,
+) -> io::Result<usize> {
+    vectors.gather(&[], pieces, done);
+    let count = i32::try_from(vectors.0.len()).unwrap_or(i32::MAX);
+    // SAFETY: the vectors describe ranges of slabs that the pieces keep mapped during the call; no
+    // Rust reference to their bytes exists.
+    let read = unsafe { libc::readv(socket.as_raw_fd(), vectors.0.as_ptr(), count) };
+    usize::try_from(read).map_err(|_| io::Error::last_os_error())
+}
+
+/// Stores `source`, which is at most as long as the pieces together, from their first byte on.
+pub(crate) fn store(pieces: &[Piece], source: &[u8]) {
+    let mut rest = source;
+    for piece in pieces {
+        let (here, later) = rest.split_at(rest.len().min(piece.bytes));
+        piece.store(0, here);
+        rest = later;
+    }
+    assert!(rest.is_empty(), "what is stored fits its pieces");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const BYTES: usize = 64 * 1024;
+
+    fn slab(lent: &Arc<AtomicU64>) -> Arc<Slab> {
+        Arc::new(Slab::map(BYTES, lent).expect("64 KiB can be mapped"))
+    }
+
+    fn read(pieces: &[Piece]) -> Vec<u8> {
+        let (mut near, far) = UnixStream::pair().expect("a socket pair");
+        let total: usize = pieces.iter().map(|piece| piece.bytes).sum();
+        let mut vectors = Vectors::default();
+        let mut done = 0;
+        while done < total {
+            done += send(far.as_fd(), &[], pieces, done, &mut vectors).expect("sent");
+        }
+        let mut bytes = vec![0xff; total];
+        near.read_exact(&mut bytes).expect("received");
+        bytes
+    }
+
+    #[test]
+    fn ranges_past_the_end_are_no_pieces() {
+        let slab = slab(&Arc::default());
+        assert!(Piece::new(slab.clone(), 0, BYTES as u32).is_some());
+        assert!(Piece::new(slab.clone(), 1, BYTES as u32).is_none());
+        assert!(Piece::new(slab.clone(), BYTES as u32, 1).is_none());
+        assert!(Piece::new(slab, u32::MAX, u32::MAX).is_none());
+    }
+
+    #[test]
+    fn bytes_come_back_across_pieces() {
+        let slab = slab(&Arc::default());
+        let piece = |offset, length| Piece::new(slab.clone(), offset, length).expect("in range");
+        let pieces = [piece(4096, 10), piece(0, 3), piece(9000, 20)];
+        let data: Vec<u8> = (1..=33).collect();
+        store(&pieces, &data[..12]);
+        let (mut near, far) = UnixStream::pair().expect("a socket pair");
+        near.write_all(&data[12..]).expect("sent");
+        let mut done = 12;
+        let mut vectors = Vectors::default();
+        while done < data.len() {
+            done += receive(far.as_fd(), &pieces, done, &mut vectors).expect("received");
+        }
+        assert_eq!(read(&pieces), data);
+        assert_eq!(read(&[piece(4106, 4)]), [0; 4]);
+    }
+
+    #[test]
+    fn memory_counts_until_its_last_user_is_done() {
+        let lent = Arc::new(AtomicU64::new(0));
+        let slab = slab(&lent);
+        let piece = Piece::new(slab.clone(), 0, 1).expect("in range");
+        drop(slab);
+        assert_eq!(lent.load(Ordering::Acquire), BYTES as u64);
+        drop(piece);
+        assert_eq!(lent.load(Ordering::Acquire), 0);
+    }
+}
