@@ -22,9 +22,10 @@ pub(crate) const TESTS: &[Test] = &[
 /// Seconds of random reads and writes between filling and the last look at every page.
 const WORK_SECONDS: u64 = 5;
 
-/// What QEMU needs beside the guest's RAM (code, translated code, stacks) and the backend beside
-/// its stated parts (its page table, its text): far less than what a cheat would keep.
-const OVERHEAD_BYTES: u64 = 110 << 20;
+/// What QEMU needs beside the guest's RAM under emulation (90 MiB were seen: translated code, its
+/// own data), and the backend beside its limit (headroom, page table, its fixed part): together with
+/// the limit still a good deal less than what the guest uses.
+const OVERHEAD_BYTES: u64 = 200 << 20;
 
 fn at(lab: &Lab, limit: &[&str]) -> Result<()> {
     let server = lab.server("1GiB")?;
