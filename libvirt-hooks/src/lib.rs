@@ -1,1 +1,22 @@
-//! Under construction.
+//! Everything of Outram that speaks libvirt: the `outram` command and libvirt's hook.
+//!
+//! A domain's settings live in its metadata ([`metadata`]); [`attachment`] edits its XML,
+//! [`refusal`] says what it must not have, [`hook`] starts its backend with it ([`launch`]), and
+//! [`cli`] is the command line. The crate knows nothing of paging: it talks to a backend over its
+//! control socket ([`backend_control`]) alone.
+
+pub mod attachment;
+pub mod backend_control;
+pub mod causes;
+pub mod cli;
+mod detached;
+pub mod domain_xml;
+pub mod hook;
+pub mod host;
+pub mod launch;
+pub mod libvirt;
+pub mod metadata;
+pub mod process;
+pub mod qemu_user;
+pub mod refusal;
+pub mod server_address;

@@ -1,1 +1,19 @@
-fn main() {}
+//! The `outram` command; see `outram_libvirt::cli`.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use outram_libvirt::causes::with_causes;
+use outram_libvirt::cli;
+
+fn main() -> ExitCode {
+    let arguments = cli::Arguments::parse();
+    match cli::run(&arguments) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("outram: {}", with_causes(error.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}

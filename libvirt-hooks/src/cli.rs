@@ -1,0 +1,111 @@
+//! The `outram` command line: its arguments, and one module for each subcommand.
+
+pub mod attach;
+pub mod report;
+pub mod status;
+pub mod tune;
+
+use std::str::FromStr;
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand};
+use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, parse_size};
+
+use crate::host::Paths;
+use crate::server_address::ServerAddress;
+
+/// Gives libvirt guests memory that lies partly on other machines.
+#[derive(Debug, Parser)]
+#[command(name = "outram", version, max_term_width = 100)]
+#[command(after_help = "\
+A first guest, in short:
+  outram setup                              once per host, as root
+  outram attach web1 --local-ratio 0.5      the guest must be shut off
+  virsh start web1
+  outram tune web1 --local-ratio 0.3        while it runs
+  outram status web1")]
+pub struct Arguments {
+    /// The libvirt to use; only the system's own on this host works
+    ///
+    /// Taken from LIBVIRT_DEFAULT_URI if not given, else qemu:///system.
+    #[arg(short, long, global = true, value_name = "URI")]
+    pub connect: Option<String>,
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Let a domain's memory lie partly on memory servers
+    ///
+    /// The domain must be shut off. Its XML is changed as one would by hand: shared memory in a
+    /// memfd, a small vhost-user disk that the pager connects through, and the settings in its
+    /// metadata. Run again, it updates the settings.
+    Attach(attach::AttachArguments),
+    /// Undo what 'attach' did to a domain
+    ///
+    /// The domain must be shut off. What 'attach' added is removed; changes that you made in
+    /// between stay.
+    Detach(attach::DetachArguments),
+    /// Change how much of the host's memory a running domain may use
+    ///
+    /// Growing takes effect at once; shrinking moves pages away in the background.
+    Tune(tune::TuneArguments),
+    /// Show where the memory of domains is
+    ///
+    /// Asks each backend, never libvirt's monitor, so it works while a guest stands still.
+    Status(status::StatusArguments),
+}
+
+/// How much of the host's memory a guest may use: exactly one of the two.
+#[derive(Clone, Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct LimitArguments {
+    /// Share of the guest's RAM that may lie on this host: above 0, at most 1
+    #[arg(long, value_name = "RATIO", value_parser = LocalRatio::from_str)]
+    local_ratio: Option<LocalRatio>,
+    /// Size that may lie on this host, such as 512MiB or 2G
+    #[arg(long, value_name = "SIZE", value_parser = parse_local)]
+    local: Option<u64>,
+}
+
+/// A size of at least a page.
+fn parse_local(text: &str) -> Result<u64, String> {
+    match parse_size(text) {
+        Ok(bytes) if bytes < PAGE_SIZE as u64 => Err(format!(
+            "'{text}' is less than one page: expected a size such as 512MiB"
+        )),
+        Ok(bytes) => Ok(bytes),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+impl LimitArguments {
+    /// The limit given.
+    pub fn limit(&self) -> Limit {
+        match (self.local_ratio, self.local) {
+            (Some(ratio), _) => Limit::LocalRatio(ratio),
+            (None, bytes) => Limit::LocalBytes(bytes.unwrap_or_default()),
+        }
+    }
+}
+
+/// Parses a server's address for clap.
+fn parse_server(text: &str) -> Result<ServerAddress, String> {
+    text.parse::<ServerAddress>()
+        .map_err(|error| error.to_string())
+}
+
+/// Does what the command line says. The result is whether all went well.
+pub fn run(arguments: &Arguments) -> Result<bool> {
+    let paths = Paths::from_environment();
+    let uri = arguments.connect.as_deref();
+    match &arguments.command {
+        Command::Attach(attach) => attach.run(uri, &paths),
+        Command::Detach(detach) => detach.run(uri, &paths),
+        Command::Tune(tune) => tune.run(uri, &paths),
+        Command::Status(status) => status.run(uri, &paths),
+    }
+}

@@ -1,0 +1,199 @@
+//! `outram attach` and `outram detach`: edits of a shut-off domain's definition.
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use outram_wire::units::{Limit, format_size};
+
+use super::{LimitArguments, parse_server};
+use crate::attachment::{self, AttachRequest, Change};
+use crate::backend_control::{BackendControl, ControlError};
+use crate::domain_xml::DomainXml;
+use crate::host::{HostSettings, Paths};
+use crate::libvirt::{Libvirt, LibvirtDomain};
+use crate::metadata;
+use crate::refusal::{self, Refusal};
+use crate::server_address::ServerAddress;
+
+/// Why a domain is not attached or detached.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachRefusal {
+    /// It runs.
+    #[error("domain '{0}' is running: shut it down first ('virsh shutdown {0}'), then repeat this")]
+    Running(String),
+    /// It has no definition.
+    #[error(
+        "domain '{0}' is transient: it has no definition to change; define it first ('virsh define')"
+    )]
+    Transient(String),
+    /// Its next start resumes a saved guest.
+    #[error(
+        "domain '{0}' has a saved state that its next start resumes with the old hardware: start it and shut it down, or drop the state ('virsh managedsave-remove {0}')"
+    )]
+    Saved(String),
+    /// It has something that Outram cannot page.
+    #[error("domain '{name}' cannot be paged:{}", list(.refusals))]
+    Domain {
+        /// Its name.
+        name: String,
+        /// Why not.
+        refusals: Vec<Refusal>,
+    },
+    /// No server anywhere.
+    #[error("no memory server is named: give --server HOST:PORT, or set 'servers' in {0}")]
+    NoServer(std::path::PathBuf),
+}
+
+fn list(refusals: &[Refusal]) -> String {
+    refusals
+        .iter()
+        .map(|refusal| format!("\n  - {refusal}"))
+        .collect()
+}
+
+/// The arguments of `outram attach`.
+#[derive(Debug, Args)]
+pub struct AttachArguments {
+    /// Name or UUID of the domain
+    domain: String,
+    #[command(flatten)]
+    limit: LimitArguments,
+    /// A memory server; may be repeated, in order of preference
+    ///
+    /// Without it the domain keeps the servers it has, or uses those of /etc/outram/backend.toml.
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_server)]
+    server: Vec<ServerAddress>,
+    /// Show what would change, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// The arguments of `outram detach`.
+#[derive(Debug, Args)]
+pub struct DetachArguments {
+    /// Name or UUID of the domain
+    domain: String,
+    /// Show what would change, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+impl AttachArguments {
+    /// Attaches the domain.
+    pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
+        let libvirt = Libvirt::connect(uri)?;
+        let found = libvirt.domain(&self.domain)?;
+        let name = found.name()?;
+        check_editable(&found, &name)?;
+        let text = found.definition()?;
+        let before = DomainXml::parse(&text)?;
+        let mut edited = DomainXml::parse(&text)?;
+        let request = AttachRequest {
+            limit: self.limit.limit(),
+            servers: self.server.clone(),
+        };
+        let changes = attachment::attach(&mut edited, &paths.run, &request)?;
+        check_result(&edited, &name, paths)?;
+        warn_about_limit(&edited, request.limit)?;
+        if self.dry_run || changes.is_empty() {
+            report(&name, &changes, self.dry_run);
+            return Ok(true);
+        }
+        let defined = libvirt.define(&edited.to_text()?)?;
+        note_additions(&before, &defined)?;
+        report(&name, &changes, false);
+        println!("It takes effect when the domain is started: virsh start {name}");
+        Ok(true)
+    }
+}
+
+impl DetachArguments {
+    /// Detaches the domain.
+    pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
+        let libvirt = Libvirt::connect(uri)?;
+        let found = libvirt.domain(&self.domain)?;
+        let name = found.name()?;
+        check_editable(&found, &name)?;
+        let mut edited = DomainXml::parse(&found.definition()?)?;
+        let changes = attachment::detach(&mut edited, &paths.run)?;
+        if !self.dry_run {
+            libvirt.define(&edited.to_text()?)?;
+            remove_run_dir(&found, paths)?;
+        }
+        report(&name, &changes, self.dry_run);
+        Ok(true)
+    }
+}
+
+fn check_editable(domain: &LibvirtDomain, name: &str) -> Result<()> {
+    if domain.is_active()? {
+        bail!(AttachRefusal::Running(name.to_owned()));
+    }
+    if !domain.is_persistent()? {
+        bail!(AttachRefusal::Transient(name.to_owned()));
+    }
+    if domain.has_managed_save()? {
+        bail!(AttachRefusal::Saved(name.to_owned()));
+    }
+    Ok(())
+}
+
+/// Checks the domain as it would be defined.
+fn check_result(edited: &DomainXml, name: &str, paths: &Paths) -> Result<()> {
+    let refusals = refusal::check(edited, &paths.run)?;
+    if !refusals.is_empty() {
+        bail!(AttachRefusal::Domain {
+            name: name.to_owned(),
+            refusals,
+        });
+    }
+    let named = metadata::read(edited)?.is_some_and(|settings| !settings.servers.is_empty());
+    if !named && HostSettings::read(&paths.config)?.servers.is_empty() {
+        bail!(AttachRefusal::NoServer(paths.config.clone()));
+    }
+    Ok(())
+}
+
+fn warn_about_limit(domain: &DomainXml, limit: Limit) -> Result<()> {
+    let ram = domain.ram_bytes()?;
+    if let Limit::LocalBytes(bytes) = limit
+        && bytes >= ram
+    {
+        eprintln!(
+            "warning: {} is not less than the guest's RAM ({}): nothing will leave this host",
+            format_size(bytes),
+            format_size(ram)
+        );
+    }
+    Ok(())
+}
+
+/// libvirt may have added controllers to make room for the disk: `detach` removes them again.
+fn note_additions(before: &DomainXml, defined: &LibvirtDomain) -> Result<()> {
+    let after = DomainXml::parse(&defined.definition()?)?;
+    if let Some(settings) = attachment::note_controllers(before, &after)? {
+        defined.set_settings(&metadata::to_plain_text(&settings)?, false)?;
+    }
+    Ok(())
+}
+
+/// Removes what a failed start may have left; a backend that still ends keeps its directory.
+fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()> {
+    let run_dir = paths.run.join(domain.vm_id()?.to_string());
+    let control = BackendControl::of(&run_dir);
+    if run_dir.exists() && matches!(control.status(), Err(ControlError::NotRunning(_))) {
+        std::fs::remove_dir_all(&run_dir)
+            .with_context(|| format!("cannot remove {}", run_dir.display()))?;
+    }
+    Ok(())
+}
+
+fn report(name: &str, changes: &[Change], dry_run: bool) {
+    match (changes.is_empty(), dry_run) {
+        (true, _) => println!("Domain '{name}' is as asked already; nothing to change."),
+        (false, true) => println!("Domain '{name}' would be changed:"),
+        (false, false) => println!("Domain '{name}' changed:"),
+    }
+    for change in changes {
+        println!("  {change}");
+    }
+}

@@ -1,0 +1,183 @@
+//! What is known of each guest: its backend's own report, or why there is none.
+
+use std::fs;
+use std::path::Path;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use outram_wire::control::{Phase, Status};
+use outram_wire::units::VmId;
+use serde::Serialize;
+
+use crate::backend_control::{BackendControl, ControlError};
+use crate::host::Paths;
+use crate::launch::{self, NAME_FILE};
+use crate::libvirt::Libvirt;
+
+/// How long libvirt may take to find a domain by its name.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A guest with a run directory, or a domain known to libvirt.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    /// Its UUID.
+    pub vm: VmId,
+    /// Its name when it was started, or its UUID if that was not noted.
+    pub name: String,
+    /// Its backend.
+    pub control: BackendControl,
+}
+
+/// In one word, how a guest's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// The backend waits for QEMU.
+    Waiting,
+    /// All is well.
+    Serving,
+    /// Faults wait for a server out of reach.
+    Stalled,
+    /// A page is lost and the guest stands still where it needs it.
+    Stopped,
+    /// The backend refused the guest.
+    Refused,
+    /// The guest ended, its memory is being given back.
+    Ending,
+    /// The backend does not answer.
+    Silent,
+    /// The last start failed.
+    Failed,
+    /// No backend runs.
+    Off,
+}
+
+/// One guest's report, as `outram status --json` prints it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The guest's UUID.
+    pub uuid: String,
+    /// Its name.
+    pub name: String,
+    /// How it is.
+    pub state: State,
+    /// Why, where it is not well.
+    pub error: Option<String>,
+    /// Everything its backend says, if it answers.
+    pub status: Option<Box<Status>>,
+}
+
+/// The report of one guest.
+pub fn report(guest: &Guest, paths: &Paths) -> Report {
+    let left = launch::reason(&run_dir(paths, guest.vm));
+    let (state, error, status) = match guest.control.status() {
+        Ok(status) => (state_of(status.phase), None, Some(status)),
+        Err(ControlError::NotRunning(_)) => match left {
+            Some(reason) => (State::Failed, Some(reason), None),
+            None => (State::Off, None, None),
+        },
+        Err(error) => (State::Silent, Some(error.to_string()), None),
+    };
+    Report {
+        uuid: guest.vm.to_string(),
+        name: status
+            .as_ref()
+            .map_or_else(|| guest.name.clone(), |status| status.name.clone()),
+        error: error.or_else(|| status.as_ref().and_then(|status| status.detail.clone())),
+        state,
+        status,
+    }
+}
+
+fn state_of(phase: Phase) -> State {
+    match phase {
+        Phase::Waiting => State::Waiting,
+        Phase::Serving => State::Serving,
+        Phase::Stalled => State::Stalled,
+        Phase::Stopped => State::Stopped,
+        Phase::Refused => State::Refused,
+        Phase::Ending => State::Ending,
+    }
+}
+
+fn run_dir(paths: &Paths, vm: VmId) -> std::path::PathBuf {
+    paths.run.join(vm.to_string())
+}
+
+/// All guests with a run directory, by name.
+pub fn all_guests(paths: &Paths) -> Result<Vec<Guest>> {
+    let entries = match fs::read_dir(&paths.run) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => {
+            return Err(error).with_context(|| format!("cannot read {}", paths.run.display()));
+        }
+    };
+    let mut guests = Vec::new();
+    for entry in entries {
+        let entry = entry.with_context(|| format!("cannot read {}", paths.run.display()))?;
+        if let Some(vm) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        {
+            guests.push(guest_in(&entry.path(), vm));
+        }
+    }
+    guests.sort_by(|a, b| (&a.name, a.vm).cmp(&(&b.name, b.vm)));
+    Ok(guests)
+}
+
+fn guest_in(run_dir: &Path, vm: VmId) -> Guest {
+    let name = fs::read_to_string(run_dir.join(NAME_FILE)).unwrap_or_default();
+    let name = name.trim_end_matches('\n');
+    Guest {
+        vm,
+        name: if name.is_empty() {
+            vm.to_string()
+        } else {
+            name.to_owned()
+        },
+        control: BackendControl::of(run_dir),
+    }
+}
+
+/// Finds a guest by name or UUID: in the run directories first, then, with a bound on the time
+/// that may take, in libvirt.
+pub fn find_guest(name: &str, uri: Option<&str>, paths: &Paths) -> Result<Guest> {
+    let wanted: Option<VmId> = name.parse().ok();
+    let guests = all_guests(paths)?;
+    let mut matching = guests
+        .into_iter()
+        .filter(|guest| guest.name == name || Some(guest.vm) == wanted);
+    if let (Some(guest), None) = (matching.next(), matching.next()) {
+        return Ok(guest);
+    }
+    let vm = look_up(name.to_owned(), uri.map(str::to_owned))?;
+    Ok(Guest {
+        name: name.to_owned(),
+        ..guest_in(&run_dir(paths, vm), vm)
+    })
+}
+
+/// Asks libvirt in a thread of its own, so that a libvirt that hangs does not hang us.
+fn look_up(name: String, uri: Option<String>) -> Result<VmId> {
+    let (answer, result) = mpsc::channel();
+    thread::Builder::new()
+        .name("lookup".to_owned())
+        .spawn(move || {
+            let found = Libvirt::connect(uri.as_deref())
+                .and_then(|libvirt| libvirt.domain(&name))
+                .and_then(|domain| domain.vm_id());
+            // The receiver is gone only if this took too long, which is reported there.
+            let _ = answer.send(found);
+        })?;
+    match result.recv_timeout(LOOKUP_TIMEOUT) {
+        Ok(found) => found.map_err(|error| anyhow!(error)),
+        Err(_) => bail!(
+            "libvirt did not find the domain within {LOOKUP_TIMEOUT:?}: it may hang; give the domain's UUID, which needs no libvirt while its backend runs"
+        ),
+    }
+}

@@ -1,0 +1,281 @@
+//! `outram status`: where the memory of guests is, for people and for programs.
+
+use anyhow::Result;
+use clap::Args;
+use outram_wire::control::{ServerStatus, Status};
+use outram_wire::units::format_size;
+
+use super::report::{Report, State, all_guests, find_guest, report};
+use crate::host::Paths;
+
+/// The arguments of `outram status`.
+#[derive(Debug, Args)]
+pub struct StatusArguments {
+    /// Name or UUID of the domain; all domains with a backend if not given
+    domain: Option<String>,
+    /// Print JSON: one object for a domain, a list of them without
+    #[arg(long)]
+    json: bool,
+}
+
+impl StatusArguments {
+    /// Prints the report. The result is whether every guest shown is well.
+    pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
+        let Some(name) = &self.domain else {
+            return self.all(paths);
+        };
+        let report = report(&find_guest(name, uri, paths)?, paths);
+        if self.json {
+            println!("{}", serde_json::to_string_pretty(&report)?);
+        } else {
+            print!("{}", details(&report));
+        }
+        Ok(true)
+    }
+
+    fn all(&self, paths: &Paths) -> Result<bool> {
+        let reports: Vec<Report> = all_guests(paths)?
+            .iter()
+            .map(|guest| report(guest, paths))
+            .filter(|report| report.state != State::Off)
+            .collect();
+        if self.json {
+            println!("{}", serde_json::to_string_pretty(&reports)?);
+        } else {
+            print!("{}", table(&reports));
+        }
+        Ok(true)
+    }
+}
+
+/// A state in plain words.
+fn in_words(state: State) -> &'static str {
+    match state {
+        State::Waiting => "waiting for QEMU",
+        State::Serving => "serving",
+        State::Stalled => "stalled: a memory server is out of reach",
+        State::Stopped => "stopped: memory is lost, the guest stands still where it needs it",
+        State::Refused => "refused",
+        State::Ending => "ending: memory is being given back",
+        State::Silent => "the backend does not answer",
+        State::Failed => "failed to start",
+        State::Off => "not running",
+    }
+}
+
+const HEADINGS: [&str; 7] = ["DOMAIN", "STATE", "RAM", "LIMIT", "LOCAL", "REMOTE", "LOST"];
+
+/// All guests, a line each; what is wrong with one below it.
+pub fn table(reports: &[Report]) -> String {
+    if reports.is_empty() {
+        return "No domain has a backend.\n".to_owned();
+    }
+    let mut rows = vec![HEADINGS.map(str::to_owned)];
+    rows.extend(reports.iter().map(row));
+    let widths: Vec<usize> = (0..HEADINGS.len())
+        .map(|column| {
+            rows.iter()
+                .map(|row| row[column].chars().count())
+                .max()
+                .unwrap_or(0)
+        })
+        .collect();
+    let mut text = String::new();
+    for (index, row) in rows.iter().enumerate() {
+        let cells: Vec<String> = row
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:width$}"))
+            .collect();
+        text.push_str(cells.join("  ").trim_end());
+        text.push('\n');
+        if let Some(error) = index.checked_sub(1).and_then(|i| reports[i].error.as_ref()) {
+            text.push_str(&format!("  {error}\n"));
+        }
+    }
+    text
+}
+
+fn row(report: &Report) -> [String; 7] {
+    let state = in_words(report.state);
+    let state = state.split(':').next().unwrap_or(state).to_owned();
+    let Some(status) = &report.status else {
+        let none = || "-".to_owned();
+        return [
+            report.name.clone(),
+            state,
+            none(),
+            none(),
+            none(),
+            none(),
+            none(),
+        ];
+    };
+    [
+        report.name.clone(),
+        state,
+        format_size(status.ram_bytes),
+        format_size(status.limit_bytes),
+        format_size(status.resident_bytes + status.staged_bytes),
+        format_size(status.stored_bytes),
+        format_size(status.lost_bytes),
+    ]
+}
+
+/// One guest in detail.
+pub fn details(report: &Report) -> String {
+    let mut lines = Lines::default();
+    lines.add("domain", &report.name);
+    lines.add("uuid", &report.uuid);
+    lines.add("state", in_words(report.state));
+    if let Some(error) = &report.error {
+        lines.add("reason", error);
+    }
+    if let Some(status) = &report.status {
+        add_processes(&mut lines, status);
+        add_memory(&mut lines, status);
+        add_counters(&mut lines, status);
+        for server in &status.servers {
+            lines.add("server", &server_in_words(server));
+        }
+    }
+    lines.0
+}
+
+/// Lines of a name and a value.
+#[derive(Default)]
+struct Lines(String);
+
+impl Lines {
+    fn add(&mut self, name: &str, value: &str) {
+        self.0
+            .push_str(&format!("{:<16}{value}\n", format!("{name}:")));
+    }
+}
+
+fn add_processes(lines: &mut Lines, status: &Status) {
+    let qemu = status.qemu_pid.map_or_else(
+        || "not connected".to_owned(),
+        |pid| format!("process {pid}"),
+    );
+    lines.add(
+        "backend",
+        &format!(
+            "process {}, version {}",
+            status.backend_pid, status.backend_version
+        ),
+    );
+    lines.add("qemu", &qemu);
+    if let Some(handover) = &status.handover {
+        lines.add("hand-over", handover);
+    }
+}
+
+fn add_memory(lines: &mut Lines, status: &Status) {
+    let size = format_size;
+    lines.add("ram", &size(status.ram_bytes));
+    lines.add(
+        "limit",
+        &format!("{} ({})", size(status.limit_bytes), status.limit),
+    );
+    lines.add(
+        "local",
+        &format!(
+            "{} resident, {} staged",
+            size(status.resident_bytes),
+            size(status.staged_bytes)
+        ),
+    );
+    lines.add(
+        "by the kernel",
+        &format!(
+            "{} in the memfd, {} staging, {} page table, {} backend",
+            size(status.kernel_memfd_bytes),
+            size(status.kernel_staging_bytes),
+            size(status.kernel_table_bytes),
+            size(status.kernel_anon_bytes)
+        ),
+    );
+    lines.add(
+        "elsewhere",
+        &format!(
+            "{} on memory servers, {} as same-filled pages",
+            size(status.stored_bytes),
+            size(status.filled_bytes)
+        ),
+    );
+    if status.lost_bytes > 0 {
+        lines.add("lost", &format!("{} for good", size(status.lost_bytes)));
+    }
+    if status.waiting_faults > 0 {
+        lines.add(
+            "waiting",
+            &format!("{} faults right now", status.waiting_faults),
+        );
+    }
+}
+
+fn add_counters(lines: &mut Lines, status: &Status) {
+    let c = &status.counters;
+    lines.add(
+        "faults",
+        &format!(
+            "{} zero, {} filled, {} staged, {} remote, {} protected, {} lost",
+            c.faults_zero,
+            c.faults_filled,
+            c.faults_staged,
+            c.faults_remote,
+            c.faults_protected,
+            c.faults_lost
+        ),
+    );
+    for (kind, latency) in status.latency.iter().filter(|(_, l)| l.count > 0) {
+        lines.add(
+            &format!("  {kind}"),
+            &format!(
+                "{} µs median, {} µs p99, {} µs worst of {}",
+                latency.us_p50, latency.us_p99, latency.us_max, latency.count
+            ),
+        );
+    }
+    lines.add(
+        "evicted",
+        &format!(
+            "{} pages: {} unchanged, {} same-filled; {} faulted back soon",
+            c.evicted_pages, c.evicted_clean_pages, c.evicted_filled_pages, c.refaults
+        ),
+    );
+    lines.add(
+        "wire",
+        &format!(
+            "{} sent, {} received",
+            format_size(c.wire_sent_bytes),
+            format_size(c.wire_received_bytes)
+        ),
+    );
+    let trouble = c.stalls_limit + c.stalls_server + c.integrity_failures + c.stray_device_accesses;
+    if trouble > 0 {
+        lines.add(
+            "trouble",
+            &format!(
+                "{} waits for room, {} waits for a server, {} pages failed their check, {} stray device accesses",
+                c.stalls_limit, c.stalls_server, c.integrity_failures, c.stray_device_accesses
+            ),
+        );
+    }
+}
+
+fn server_in_words(server: &ServerStatus) -> String {
+    let state = match (&server.detail, server.connected) {
+        (_, true) => "connected".to_owned(),
+        (Some(detail), false) => format!("out of reach ({detail})"),
+        (None, false) => "out of reach".to_owned(),
+    };
+    format!(
+        "{} {state}; {} slabs, {} stored of {} reserved",
+        server.address,
+        server.slabs,
+        format_size(server.stored_bytes),
+        format_size(server.reserved_bytes)
+    )
+}

@@ -1,0 +1,178 @@
+//! libvirt's hook for QEMU domains: starts a backend with its domain, and only then may fail.
+//!
+//! libvirt calls it for every domain at every stage (arguments: domain, operation, sub-operation,
+//! extra; the domain's XML on stdin), and what it does with the outcome differs:
+//!
+//! - `prepare` fails the start, with our stderr as the reason;
+//! - a failing `reconnect` makes libvirtd kill the running guest, and a line on stdout replaces
+//!   the domain's XML at `restore` and `migrate`: so everything but `prepare` exits 0, and
+//!   nothing is ever written to stdout;
+//! - libvirtd holds a lock meanwhile: libvirt is never called from here.
+//!
+//! A domain that does not use Outram is recognised without parsing, so that no mistake of ours
+//! can keep it from starting. See <https://libvirt.org/hooks.html>.
+
+use std::io::{Read, Write};
+use std::panic::catch_unwind;
+use std::process::ExitCode;
+use std::{fs, io};
+
+use outram_wire::control::Phase;
+
+use crate::backend_control::BackendControl;
+use crate::causes::with_causes;
+use crate::domain_xml::{DomainXml, DomainXmlError};
+use crate::host::{self, HostSettings, NoBackend, Paths, SettingsError};
+use crate::launch::{self, Launch, LaunchError};
+use crate::metadata::{self, MetadataError, NAMESPACE_MARK};
+use crate::refusal::{self, Refusal};
+use crate::{process, qemu_user};
+
+/// The file in the directory of run directories that shows which libvirtd called us last.
+pub const STAMP_FILE: &str = "hook-called";
+
+/// Longest XML that is read; libvirt's own limit for a domain's XML is far below.
+const XML_MAX_BYTES: u64 = 64 << 20;
+
+/// Why a domain that uses Outram cannot be started.
+#[derive(Debug, thiserror::Error)]
+pub enum HookError {
+    /// The XML itself.
+    #[error(transparent)]
+    Xml(#[from] DomainXmlError),
+    /// The settings in its metadata.
+    #[error(transparent)]
+    Metadata(#[from] MetadataError),
+    /// The domain has something that Outram cannot page.
+    #[error("{}", list(.0))]
+    Refused(Vec<Refusal>),
+    /// The host's settings.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
+    /// No server in either.
+    #[error(
+        "no memory server is named: add <outram:server address='HOST:PORT'/> to the domain's <outram:memory>, or 'servers' to {0}"
+    )]
+    NoServer(std::path::PathBuf),
+    /// No backend program.
+    #[error(transparent)]
+    NoBackend(#[from] NoBackend),
+    /// The backend did not become ready.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+}
+
+fn list(refusals: &[Refusal]) -> String {
+    let texts: Vec<String> = refusals.iter().map(Refusal::to_string).collect();
+    texts.join("; ")
+}
+
+/// The hook program: arguments and XML as libvirt gives them.
+pub fn run(arguments: &[String]) -> ExitCode {
+    let paths = Paths::from_environment();
+    let operation = arguments.get(1).map_or("", String::as_str);
+    let sub_operation = arguments.get(2).map_or("", String::as_str);
+    leave_stamp(&paths);
+    let mut xml = Vec::new();
+    // Half an XML is handled as what it is: without our mark in it, it is no business of ours.
+    let _ = io::stdin().take(XML_MAX_BYTES).read_to_end(&mut xml);
+    if !concerns_us(&xml, &paths) {
+        return ExitCode::SUCCESS;
+    }
+    match (operation, sub_operation) {
+        ("prepare", "begin") => match catch_unwind(|| prepare(&xml, &paths)) {
+            Ok(Ok(())) => ExitCode::SUCCESS,
+            Ok(Err(error)) => {
+                say(&format!("Outram: {}", with_causes(&error)));
+                ExitCode::FAILURE
+            }
+            // The panic's own message is on stderr already.
+            Err(_) => ExitCode::FAILURE,
+        },
+        ("release", "end") => {
+            if let Some(text) = release(&xml, &paths) {
+                say(&format!("Outram: {text}"));
+            }
+            ExitCode::SUCCESS
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+/// Writes to stderr; a closed one is no reason to fail.
+fn say(text: &str) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+/// Whether a domain mentions our namespace or run directory at all.
+pub fn concerns_us(xml: &[u8], paths: &Paths) -> bool {
+    use std::os::unix::ffi::OsStrExt;
+    [NAMESPACE_MARK.as_bytes(), paths.run.as_os_str().as_bytes()]
+        .into_iter()
+        .any(|mark| xml.windows(mark.len()).any(|window| window == mark))
+}
+
+/// Leaves a trace of who called, for `outram doctor`: nothing depends on it.
+fn leave_stamp(paths: &Paths) {
+    let parent = std::os::unix::process::parent_id();
+    if let Some(ticks) = process::start_ticks(parent) {
+        let _ = fs::write(paths.run.join(STAMP_FILE), format!("{parent} {ticks}\n"));
+    }
+}
+
+/// Starts the backend of a domain that uses Outram.
+pub fn prepare(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
+    let Some(launch) = plan(&String::from_utf8_lossy(xml), paths)? else {
+        return Ok(());
+    };
+    Ok(launch.start()?)
+}
+
+/// What is to be started for a domain; `None` if it does not use Outram.
+fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
+    let domain = DomainXml::parse(xml)?;
+    let Some(settings) = metadata::read(&domain)? else {
+        let disks = refusal::our_disks(&domain, &paths.run);
+        let socket = disks
+            .first()
+            .and_then(|disk| refusal::vhostuser_socket(&domain, *disk));
+        return match socket {
+            // Without a backend, QEMU would wait for it for ever.
+            Some(socket) => Err(HookError::Refused(vec![Refusal::NoSettings(
+                socket.to_owned(),
+            )])),
+            None => Ok(None),
+        };
+    };
+    let refusals = refusal::check(&domain, &paths.run)?;
+    if !refusals.is_empty() {
+        return Err(HookError::Refused(refusals));
+    }
+    if settings.servers.is_empty() && HostSettings::read(&paths.config)?.servers.is_empty() {
+        return Err(HookError::NoServer(paths.config.clone()));
+    }
+    Ok(Some(Launch {
+        backend: host::find_backend()?,
+        run: paths.run.clone(),
+        vm: domain.vm_id()?,
+        name: domain.name()?,
+        ram_bytes: domain.ram_bytes()?,
+        settings,
+        socket_user: qemu_user::find(&domain, &paths.qemu_conf),
+        config: paths.config_is_given.then(|| paths.config.clone()),
+    }))
+}
+
+/// Ends a backend that no QEMU ever came to, and returns the reason it left, if any.
+pub fn release(xml: &[u8], paths: &Paths) -> Option<String> {
+    let domain = DomainXml::parse(&String::from_utf8_lossy(xml)).ok()?;
+    let run_dir = paths.run.join(domain.vm_id().ok()?.to_string());
+    let control = BackendControl::of(&run_dir);
+    if let Ok(status) = control.status()
+        && matches!(status.phase, Phase::Waiting | Phase::Refused)
+    {
+        // Should it refuse or be gone, the next start deals with what is left.
+        let _ = control.stop();
+    }
+    launch::reason(&run_dir)
+}

@@ -1,0 +1,418 @@
+//! Starting the backend of one guest, and waiting until it is ready or says why not.
+//!
+//! With systemd the backend is a transient unit of its own slice; without, a detached child.
+//! Either way it does not end with libvirtd, and the OOM killer leaves it alone: a guest's memory
+//! depends on it.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use outram_wire::control::{Phase, Status};
+use outram_wire::units::{Limit, VmId};
+
+use crate::backend_control::{BackendControl, ControlError};
+use crate::detached;
+use crate::metadata::MemorySettings;
+use crate::process::{self, move_out_of_libvirts_cgroup};
+use crate::qemu_user::SocketUser;
+
+/// How long a backend may take until it is ready: it connects to every server in that time.
+pub const READY_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long an earlier backend may take to end, giving its slabs back.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often we look whether something has changed.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How much of a log's end is read for a reason.
+const LOG_TAIL_BYTES: usize = 2000;
+
+/// The file in a run directory with the reason of a refusal or failure.
+pub const ERROR_FILE: &str = "error";
+
+/// The file in a run directory with the domain's name.
+pub const NAME_FILE: &str = "name";
+
+/// The file in a run directory that a backend without systemd writes its log to.
+pub const LOG_FILE: &str = "log";
+
+/// Everything a backend is started with.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The backend program.
+    pub backend: PathBuf,
+    /// The directory of all run directories.
+    pub run: PathBuf,
+    /// The guest.
+    pub vm: VmId,
+    /// Its libvirt name.
+    pub name: String,
+    /// Its RAM at start.
+    pub ram_bytes: u64,
+    /// Its settings.
+    pub settings: MemorySettings,
+    /// Who may connect to the vhost-user socket.
+    pub socket_user: SocketUser,
+    /// The backend's settings file, if not the usual one.
+    pub config: Option<PathBuf>,
+}
+
+/// Why no backend is ready for a guest.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// A file or directory of ours.
+    #[error("cannot {what} {path}: {source}")]
+    File {
+        /// What was tried.
+        what: &'static str,
+        /// With which path.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// A guest's memory depends on the backend that runs.
+    #[error(
+        "a backend (process {backend}) still serves this domain's earlier QEMU (process {qemu}): end that process first"
+    )]
+    StillServing {
+        /// The backend's process.
+        backend: u32,
+        /// QEMU's process.
+        qemu: u32,
+    },
+    /// An earlier backend did not end.
+    #[error(
+        "an earlier backend of this domain (process {0}) did not end within {END_TIMEOUT:?}: look at its log and end it"
+    )]
+    DidNotEnd(u32),
+    /// An earlier backend cannot be asked.
+    #[error("an earlier backend of this domain cannot be replaced: {0}")]
+    Unusable(#[source] ControlError),
+    /// The program could not be started.
+    #[error("cannot start {path}: {source}")]
+    Spawn {
+        /// The program.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// systemd did not start the unit.
+    #[error("systemd-run did not start the backend: {0}")]
+    Systemd(String),
+    /// The backend said why it cannot serve.
+    #[error("{0}")]
+    Refused(String),
+    /// The backend ended without a reason.
+    #[error("outram-backend ended ({status}) without being ready; its log {log} ends: {tail}")]
+    Ended {
+        /// Its exit status.
+        status: String,
+        /// Its log.
+        log: PathBuf,
+        /// The end of it.
+        tail: String,
+    },
+    /// The backend is not ready in time.
+    #[error("outram-backend was not ready within {READY_TIMEOUT:?}; its log {log} ends: {tail}")]
+    NotReady {
+        /// Its log.
+        log: PathBuf,
+        /// The end of it.
+        tail: String,
+    },
+}
+
+/// What was started, and can be watched and ended.
+enum Started {
+    Child(Child),
+    Unit(String),
+}
+
+impl Launch {
+    /// The backend's arguments.
+    pub fn arguments(&self) -> Vec<OsString> {
+        let mut arguments: Vec<OsString> = vec!["run".into()];
+        let mut option = |name: &str, value: OsString| {
+            let mut text = OsString::from(format!("--{name}="));
+            text.push(value);
+            arguments.push(text);
+        };
+        option("uuid", self.vm.to_string().into());
+        option("name", self.name.clone().into());
+        option("ram", self.ram_bytes.to_string().into());
+        match self.settings.limit {
+            Limit::LocalRatio(ratio) => option("local-ratio", ratio.to_string().into()),
+            Limit::LocalBytes(bytes) => option("local", bytes.to_string().into()),
+        }
+        for server in &self.settings.servers {
+            option("server", server.as_str().into());
+        }
+        option("socket-user", self.socket_user.to_string().into());
+        if let Some(config) = &self.config {
+            option("config", config.clone().into());
+        }
+        arguments
+    }
+
+    fn run_dir(&self) -> PathBuf {
+        self.run.join(self.vm.to_string())
+    }
+
+    /// Replaces what an earlier start left, starts the backend and waits until it is ready.
+    pub fn start(&self) -> Result<(), LaunchError> {
+        let run_dir = self.run_dir();
+        end_earlier(&run_dir)?;
+        self.prepare_run_dir(&run_dir)?;
+        let mut started = if Path::new("/run/systemd/system").is_dir() {
+            self.start_unit(&run_dir)?
+        } else {
+            self.start_child(&run_dir)?
+        };
+        let outcome = wait_until_ready(&run_dir, &mut started);
+        if let Err(error) = &outcome {
+            started.end();
+            // Best effort: the same text reaches the user as the hook's error.
+            let _ = fs::write(run_dir.join(ERROR_FILE), format!("{error}\n"));
+        }
+        outcome
+    }
+
+    fn prepare_run_dir(&self, run_dir: &Path) -> Result<(), LaunchError> {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o711)
+            .create(run_dir)
+            .map_err(|source| file_error("create", run_dir, source))?;
+        for stale in ["vhost.sock", "control.sock", ERROR_FILE] {
+            remove_if_there(&run_dir.join(stale))?;
+        }
+        let name = run_dir.join(NAME_FILE);
+        fs::write(&name, &self.name).map_err(|source| file_error("write", &name, source))
+    }
+
+    fn open_log(&self, run_dir: &Path) -> Result<File, LaunchError> {
+        let path = run_dir.join(LOG_FILE);
+        OpenOptions::new()
+            .create(true)
+            .write(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(|source| file_error("write", &path, source))
+    }
+
+    fn start_child(&self, run_dir: &Path) -> Result<Started, LaunchError> {
+        let log = self.open_log(run_dir)?;
+        let mut command = Command::new(&self.backend);
+        command.args(self.arguments());
+        let child = detached::spawn(&mut command, log).map_err(|source| LaunchError::Spawn {
+            path: self.backend.clone(),
+            source,
+        })?;
+        // Both are best effort: a container may forbid them, and the guest runs without.
+        let _ = fs::write(format!("/proc/{}/oom_score_adj", child.id()), "-1000");
+        move_out_of_libvirts_cgroup(child.id());
+        Ok(Started::Child(child))
+    }
+
+    fn start_unit(&self, run_dir: &Path) -> Result<Started, LaunchError> {
+        drop(self.open_log(run_dir)?);
+        let log = run_dir.join(LOG_FILE);
+        let unit = format!("outram-{}.service", self.vm);
+        let output = Command::new("systemd-run")
+            .args(["--quiet", "--collect", "--slice=outram.slice"])
+            .arg(format!("--unit={unit}"))
+            .arg(format!("--description=Outram backend of {}", self.name))
+            .args(["--property=Type=exec", "--property=OOMScoreAdjust=-1000"])
+            .args([
+                "--property=LimitMEMLOCK=infinity",
+                "--property=KillMode=process",
+            ])
+            .arg("--property=Before=libvirt-guests.service")
+            .arg(format!(
+                "--property=StandardOutput=append:{}",
+                log.display()
+            ))
+            .arg(format!("--property=StandardError=append:{}", log.display()))
+            .arg("--")
+            .arg(&self.backend)
+            .args(self.arguments())
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|source| LaunchError::Spawn {
+                path: "systemd-run".into(),
+                source,
+            })?;
+        if output.status.success() {
+            Ok(Started::Unit(unit))
+        } else {
+            let reason = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+            Err(LaunchError::Systemd(reason))
+        }
+    }
+}
+
+impl Started {
+    /// The exit status, if it has ended.
+    fn ended(&mut self) -> Option<String> {
+        match self {
+            Self::Child(child) => match child.try_wait() {
+                Ok(Some(status)) => Some(status.to_string()),
+                Ok(None) => None,
+                Err(error) => Some(error.to_string()),
+            },
+            Self::Unit(unit) => {
+                let state = Command::new("systemctl")
+                    .args(["is-active", unit])
+                    .stdin(Stdio::null())
+                    .output()
+                    .ok()?;
+                let state = String::from_utf8_lossy(&state.stdout).trim().to_owned();
+                matches!(state.as_str(), "inactive" | "failed").then_some(state)
+            }
+        }
+    }
+
+    /// Ends what has not become ready: no guest depends on it yet.
+    fn end(&mut self) {
+        match self {
+            Self::Child(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            Self::Unit(unit) => {
+                let _ = Command::new("systemctl")
+                    .args(["stop", unit])
+                    .stdin(Stdio::null())
+                    .output();
+            }
+        }
+    }
+}
+
+fn wait_until_ready(run_dir: &Path, started: &mut Started) -> Result<(), LaunchError> {
+    let control = BackendControl::of(run_dir);
+    let log = run_dir.join(LOG_FILE);
+    let deadline = Instant::now() + READY_TIMEOUT;
+    let mut next_look = Instant::now();
+    while Instant::now() < deadline {
+        if control.status().is_ok() {
+            return Ok(());
+        }
+        // Looking at a unit costs a process, so it is done more rarely than asking the socket.
+        if Instant::now() >= next_look {
+            next_look = Instant::now() + started.look_interval();
+            if let Some(status) = started.ended() {
+                return Err(reason(run_dir).map_or_else(
+                    || LaunchError::Ended {
+                        status,
+                        tail: log_tail(&log),
+                        log: log.clone(),
+                    },
+                    LaunchError::Refused,
+                ));
+            }
+        }
+        sleep(POLL_INTERVAL);
+    }
+    Err(reason(run_dir).map_or_else(
+        || LaunchError::NotReady {
+            tail: log_tail(&log),
+            log: log.clone(),
+        },
+        LaunchError::Refused,
+    ))
+}
+
+impl Started {
+    fn look_interval(&self) -> Duration {
+        match self {
+            Self::Child(_) => POLL_INTERVAL,
+            Self::Unit(_) => Duration::from_millis(300),
+        }
+    }
+}
+
+/// The reason that a backend left in its run directory.
+pub fn reason(run_dir: &Path) -> Option<String> {
+    let text = fs::read_to_string(run_dir.join(ERROR_FILE)).ok()?;
+    let text = text.trim();
+    (!text.is_empty()).then(|| text.to_owned())
+}
+
+/// The end of a log on one line.
+fn log_tail(log: &Path) -> String {
+    let text = fs::read(log).unwrap_or_default();
+    let start = text.len().saturating_sub(LOG_TAIL_BYTES);
+    let text = String::from_utf8_lossy(&text[start..]);
+    let lines: Vec<&str> = text
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .collect();
+    if lines.is_empty() {
+        return "(empty)".to_owned();
+    }
+    lines[lines.len().saturating_sub(3)..].join(" | ")
+}
+
+/// Ends a backend of an earlier start, unless a QEMU still lives on it.
+fn end_earlier(run_dir: &Path) -> Result<(), LaunchError> {
+    let control = BackendControl::of(run_dir);
+    let status = match control.status() {
+        Ok(status) => status,
+        Err(ControlError::NotRunning(_)) => return Ok(()),
+        // It cannot be told whether a guest depends on it, so it is left alone.
+        Err(error) => return Err(LaunchError::Unusable(error)),
+    };
+    if let Some(qemu) = living_qemu(&status) {
+        return Err(LaunchError::StillServing {
+            backend: status.backend_pid,
+            qemu,
+        });
+    }
+    if status.phase != Phase::Ending {
+        match control.stop() {
+            Ok(()) | Err(ControlError::NotRunning(_) | ControlError::Closed(_)) => {}
+            // It may have noticed its guest's end in between: then it ends by itself.
+            Err(ControlError::Refused(_)) => {}
+            Err(error) => return Err(LaunchError::Unusable(error)),
+        }
+    }
+    let deadline = Instant::now() + END_TIMEOUT;
+    while process::is_alive(status.backend_pid) {
+        if Instant::now() >= deadline {
+            return Err(LaunchError::DidNotEnd(status.backend_pid));
+        }
+        sleep(POLL_INTERVAL);
+    }
+    Ok(())
+}
+
+/// The QEMU that a backend serves, if it runs.
+fn living_qemu(status: &Status) -> Option<u32> {
+    status.qemu_pid.filter(|pid| process::is_alive(*pid))
+}
+
+fn remove_if_there(path: &Path) -> Result<(), LaunchError> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(file_error("remove", path, source))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn file_error(what: &'static str, path: &Path, source: io::Error) -> LaunchError {
+    LaunchError::File {
+        what,
+        path: path.to_owned(),
+        source,
+    }
+}

@@ -1,0 +1,43 @@
+//! Processes as /proc shows them.
+
+use std::fs;
+use std::path::Path;
+
+/// Whether a process runs: it exists, and is no zombie.
+pub fn is_alive(pid: u32) -> bool {
+    stat_fields(pid)
+        .is_some_and(|fields| !matches!(fields.first().map(String::as_str), Some("Z" | "X")))
+}
+
+/// When a process started, in clock ticks since boot: with the process id, its identity.
+pub fn start_ticks(pid: u32) -> Option<u64> {
+    // Field 22 of proc_pid_stat(5); the first of `stat_fields` is field 3.
+    stat_fields(pid)?.get(22 - 3)?.parse().ok()
+}
+
+/// The fields of /proc/PID/stat from the state on; the name before may contain anything.
+fn stat_fields(pid: u32) -> Option<Vec<String>> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let (_, rest) = text.rsplit_once(')')?;
+    Some(rest.split_whitespace().map(str::to_owned).collect())
+}
+
+/// Moves a process to the root of each cgroup hierarchy where it sits in a cgroup of libvirt's
+/// daemon, as service managers other than systemd make them: it must not end with the daemon.
+pub fn move_out_of_libvirts_cgroup(pid: u32) {
+    let Ok(text) = fs::read_to_string(format!("/proc/{pid}/cgroup")) else {
+        return;
+    };
+    for line in text.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(cgroup)) = (parts.next(), parts.next()) else {
+            continue;
+        };
+        if cgroup.contains("libvirtd") || cgroup.contains("virtqemud") {
+            let name = controllers.trim_start_matches("name=");
+            let root = Path::new("/sys/fs/cgroup").join(name);
+            // Best effort: the hierarchy may be mounted elsewhere or not be ours to change.
+            let _ = fs::write(root.join("cgroup.procs"), pid.to_string());
+        }
+    }
+}
