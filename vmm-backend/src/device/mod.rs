@@ -9,20 +9,43 @@
 //! then the memory table; a pin is never taken while a lock of the pager is held, and never while
 //! another pin of the same request is held.
 
+mod chain;
+mod disk;
+mod guard;
 mod memory;
+mod request;
+mod ring;
+mod server;
+mod table;
+mod tally;
+mod worker;
 
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, RwLock};
+use std::time::{Duration, Instant};
 
 use outram_wire::units::VmId;
+use vhost::vhost_user::{BackendReqHandler, Error};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use disk::{Disk, SECTOR_BYTES};
+use guard::Guard;
+use server::Connection;
+use table::Table;
+use tally::Tally;
+use worker::Shared;
 
 pub use memory::{GuestMemory, HostRange, PinError, Pinned, TableRegion};
 
 /// Smallest and default capacity of the disk, in bytes.
 pub const DEFAULT_CAPACITY_BYTES: u64 = 1 << 20;
+
+/// Most queues a device can have: what one ring-mapping table serves, and more than QEMU asks for
+/// guests of this size.
+pub const MAX_QUEUES: u16 = 256;
 
 /// What the device is.
 #[derive(Clone, Debug)]
@@ -41,7 +64,7 @@ impl DeviceConfig {
         Self {
             vm,
             capacity_bytes: DEFAULT_CAPACITY_BYTES,
-            max_queues: 256,
+            max_queues: MAX_QUEUES,
         }
     }
 }
@@ -88,39 +111,137 @@ pub enum Served {
 
 /// The device. One for a guest's life; serves one connection after the other.
 pub struct Device {
-    config: DeviceConfig,
-    memory: Arc<dyn GuestMemory>,
+    max_queues: u16,
+    guard: Guard,
+    shared: Arc<Shared>,
 }
 
 impl Device {
     /// A device whose accesses to guest RAM go through `memory`.
     pub fn new(config: DeviceConfig, memory: Arc<dyn GuestMemory>) -> Result<Self, DeviceError> {
-        Ok(Self { config, memory })
+        let capacity = config.capacity_bytes;
+        if capacity == 0 || !capacity.is_multiple_of(SECTOR_BYTES) {
+            let text = format!(
+                "a disk of {capacity} bytes cannot be made: expected a multiple of {SECTOR_BYTES}"
+            );
+            return Err(DeviceError::Config(text));
+        }
+        if config.max_queues == 0 || config.max_queues > MAX_QUEUES {
+            let text = format!(
+                "{} disk queues were asked for: expected 1 to {MAX_QUEUES}",
+                config.max_queues
+            );
+            return Err(DeviceError::Config(text));
+        }
+        Ok(Self {
+            max_queues: config.max_queues,
+            guard: Guard::new().map_err(DeviceError::Guard)?,
+            shared: Arc::new(Shared {
+                disk: Disk::new(config.vm, capacity),
+                memory,
+                tally: Tally::default(),
+                table: RwLock::new(Arc::new(Table::default())),
+            }),
+        })
     }
 
     /// Serves one front end until it disconnects. Rings are released and their threads ended when
     /// this returns. A `shutdown` of a clone of `stream` ends it from outside.
+    ///
+    /// One connection at a time.
     pub fn serve(&self, stream: UnixStream) -> Result<Served, DeviceError> {
-        let _ = (&self.config, &self.memory, stream);
-        Err(DeviceError::Protocol("not yet served".into()))
+        let connection = Arc::new(Connection::new(
+            Arc::clone(&self.shared),
+            self.guard.clone(),
+            self.max_queues,
+        ));
+        let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&connection));
+        let result = loop {
+            match handler.handle_request() {
+                Ok(()) | Err(Error::SocketRetry(_)) => {}
+                Err(Error::Disconnected | Error::SocketBroken(_)) => {
+                    break Ok(Served::Disconnected);
+                }
+                Err(Error::SocketError(source)) => break Err(DeviceError::Connection(source)),
+                Err(Error::ReqHandlerError(reason)) => {
+                    break Err(DeviceError::Protocol(reason.to_string()));
+                }
+                Err(error) => break Err(DeviceError::Protocol(error.to_string())),
+            }
+        };
+        connection.close();
+        result
     }
 
     /// Counters over all connections.
     pub fn counters(&self) -> DeviceCounters {
-        DeviceCounters::default()
+        self.shared.tally.read()
     }
 }
 
 /// Waits until the front end's first message has *arrived*, without reading it: the moment for
 /// the hand-over, since the VMM's main thread then waits for our reply.
 pub fn wait_first_message(stream: &UnixStream, timeout: Duration) -> Result<(), DeviceError> {
-    let _ = stream;
-    Err(DeviceError::Silent(timeout))
+    let deadline = Instant::now() + timeout;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match wait_for(stream.as_raw_fd(), left).map_err(DeviceError::Connection)? {
+            None if Instant::now() >= deadline => return Err(DeviceError::Silent(timeout)),
+            None => {}
+            Some(events) if events.intersects(EventSet::HANG_UP | EventSet::READ_HANG_UP) => {
+                let source = io::Error::from(io::ErrorKind::UnexpectedEof);
+                return Err(DeviceError::Connection(source));
+            }
+            Some(_) => return Ok(()),
+        }
+    }
 }
 
+/// Waits until a descriptor is readable or closed; `None` at the time-out or a signal.
+fn wait_for(fd: i32, timeout: Duration) -> io::Result<Option<EventSet>> {
+    let epoll = Epoll::new()?;
+    let interest = EpollEvent::new(EventSet::IN | EventSet::READ_HANG_UP, 0);
+    epoll.ctl(ControlOperation::Add, fd, interest)?;
+    let mut events = [EpollEvent::default()];
+    let timeout_ms = timeout.as_millis().min(i32::MAX as u128) as i32;
+    match epoll.wait(timeout_ms, &mut events) {
+        Ok(0) => Ok(None),
+        Ok(_) => Ok(Some(events[0].event_set())),
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// How often [`refuse_loop`] looks whether it is to end.
+const REFUSE_TICK: Duration = Duration::from_millis(200);
+
 /// Accepts and closes connections until `stop` is set: how a refusal makes QEMU give up instead
-/// of hanging `virsh start`. Each refused connection is logged with `reason`.
+/// of hanging `virsh start`. The first refused connection is logged with `reason`, later ones ever
+/// more rarely.
 pub fn refuse_loop(listener: &UnixListener, reason: &str, stop: &AtomicBool) -> io::Result<()> {
-    let _ = (listener, reason, stop);
+    let mut refused = 0u64;
+    while !stop.load(Ordering::Acquire) {
+        if wait_for(listener.as_raw_fd(), REFUSE_TICK)?.is_none() {
+            continue;
+        }
+        match listener.accept() {
+            Ok((stream, _)) => {
+                drop(stream);
+                refused += 1;
+                if refused.is_power_of_two() {
+                    tracing::warn!(refused, reason, "connection refused");
+                }
+            }
+            // Gone again, or a signal.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock
+                        | io::ErrorKind::Interrupted
+                        | io::ErrorKind::ConnectionAborted
+                ) => {}
+            Err(error) => return Err(error),
+        }
+    }
     Ok(())
 }

@@ -1,0 +1,271 @@
+//! A virtqueue whose pages are pinned: from SET_VRING_ADDR to GET_VRING_BASE or the connection's
+//! end.
+//!
+//! virtio-queue keeps the ring's indices. The memory it is given holds the ring's own pages and
+//! nothing else, keyed by their addresses in the VMM; so whatever a guest writes there, no access
+//! of it can leave them.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use outram_wire::units::PAGE_SIZE;
+use virtio_queue::desc::{self, split};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+
+use super::chain::{self, Chain, ChainError, DescriptorTable, RawDescriptor};
+use super::guard::{Guard, RingMapping};
+use super::memory::{GuestMemory, HostRange, PinError, Pinned};
+use super::table::{MappedRegion, Table};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// Largest queue offered; QEMU allows 1024 for this device.
+pub(super) const MAX_QUEUE_SIZE: u16 = 1024;
+
+/// Where a ring's three parts lie, in addresses of the VMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RingAddresses {
+    pub descriptors: u64,
+    pub available: u64,
+    pub used: u64,
+}
+
+/// Why a ring cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum RingError {
+    #[error("queue size {0} is no power of two up to {MAX_QUEUE_SIZE}")]
+    Size(u32),
+    #[error("the ring at {0:#x} is misaligned or outside the memory table")]
+    Address(u64),
+    #[error("the ring's pages cannot be pinned")]
+    Pin(#[from] PinError),
+    #[error("the ring's pages cannot be mapped")]
+    Map(#[from] std::io::Error),
+    #[error("the queue's rules are broken: {0}")]
+    Rules(#[from] virtio_queue::Error),
+    #[error("the queue's rules are broken: {0}")]
+    Chain(#[from] ChainError),
+    #[error("a pinned page of the ring was gone")]
+    Stray,
+}
+
+/// A ring ready for use.
+pub(super) struct Ring {
+    queue: Queue,
+    memory: GuestMemoryMmap,
+    mappings: Vec<RingMapping>,
+    /// Dropped last: the pages stay while they are mapped.
+    _pins: [Box<dyn Pinned>; 2],
+}
+
+impl Ring {
+    /// Pins and maps a ring's pages.
+    pub(super) fn open(
+        guard: &Guard,
+        table: &Table,
+        pager: &dyn GuestMemory,
+        size: u32,
+        addresses: RingAddresses,
+    ) -> Result<Self, RingError> {
+        let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
+        let entries = u16::try_from(size).map_err(|_| RingError::Size(size))?;
+        queue
+            .try_set_size(entries)
+            .map_err(|_| RingError::Size(size))?;
+        let RingAddresses {
+            descriptors,
+            available,
+            used,
+        } = addresses;
+        let misaligned = |address| move |_| RingError::Address(address);
+        queue
+            .try_set_desc_table_address(GuestAddress(descriptors))
+            .map_err(misaligned(descriptors))?;
+        queue
+            .try_set_avail_ring_address(GuestAddress(available))
+            .map_err(misaligned(available))?;
+        queue
+            .try_set_used_ring_address(GuestAddress(used))
+            .map_err(misaligned(used))?;
+        let size = u64::from(entries);
+        // Sizes of the split ring's parts with EVENT_IDX (virtio 1.2, section 2.7).
+        let read = [(descriptors, 16 * size), (available, 6 + 2 * size)];
+        let written = [(used, 6 + 8 * size)];
+        let pins = [
+            pager.pin(&host_ranges(table, &read)?, false)?,
+            pager.pin(&host_ranges(table, &written)?, true)?,
+        ];
+        let (memory, mappings) = map(guard, table, &[read[0], read[1], written[0]])?;
+        queue.set_ready(true);
+        let ring = Self {
+            queue,
+            memory,
+            mappings,
+            _pins: pins,
+        };
+        Ok(ring)
+    }
+
+    /// Sets where processing goes on, and whether notifications go by event index.
+    pub(super) fn start_at(&mut self, base: u16, event_idx: bool) -> Result<(), RingError> {
+        self.queue.set_next_avail(base);
+        let used = self.queue.used_idx(&self.memory, Ordering::Acquire)?;
+        self.queue.set_next_used(used.0);
+        self.queue.set_event_idx(event_idx);
+        self.checked(())
+    }
+
+    /// The next index to be taken: what GET_VRING_BASE answers.
+    pub(super) fn next_available(&self) -> u16 {
+        self.queue.next_avail()
+    }
+
+    /// Takes the next chain, if there is one.
+    pub(super) fn next(&mut self) -> Result<Option<(u16, Chain)>, RingError> {
+        let head = self
+            .queue
+            .iter(&self.memory)?
+            .next()
+            .map(|chain| chain.head_index());
+        let Some(head) = self.checked(head)? else {
+            return Ok(None);
+        };
+        let chain = chain::walk(self, head);
+        // A stray access explains whatever the walk found.
+        let chain = self.checked(chain)??;
+        Ok(Some((head, chain)))
+    }
+
+    /// Gives a chain back to the driver; whether it wants to be notified.
+    pub(super) fn complete(&mut self, head: u16, written: u32) -> Result<bool, RingError> {
+        self.queue.add_used(&self.memory, head, written)?;
+        let notify = self.queue.needs_notification(&self.memory)?;
+        self.checked(notify)
+    }
+
+    /// Asks the driver for notifications; whether there is more to take already.
+    pub(super) fn wait_for_more(&mut self) -> Result<bool, RingError> {
+        let more = self.queue.enable_notification(&self.memory)?;
+        self.checked(more)
+    }
+
+    /// Tells the driver that notifications are not needed for now.
+    pub(super) fn poll(&mut self) -> Result<(), RingError> {
+        self.queue.disable_notification(&self.memory)?;
+        self.checked(())
+    }
+
+    /// The value, unless a page of the ring was missing meanwhile.
+    fn checked<T>(&self, value: T) -> Result<T, RingError> {
+        if self.mappings.iter().any(RingMapping::has_strayed) {
+            Err(RingError::Stray)
+        } else {
+            Ok(value)
+        }
+    }
+}
+
+impl DescriptorTable for Ring {
+    fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
+    fn descriptor(&self, index: u16) -> Option<RawDescriptor> {
+        let address = self.queue.desc_table().checked_add(16 * u64::from(index))?;
+        let raw: desc::RawDescriptor = self.memory.read_obj(GuestAddress(address)).ok()?;
+        let descriptor = split::Descriptor::from(raw);
+        Some(RawDescriptor {
+            address: descriptor.addr().0,
+            length: descriptor.len(),
+            flags: descriptor.flags(),
+            next: descriptor.next(),
+        })
+    }
+}
+
+/// The region of a part and its first and last page there.
+fn pages_of<'a>(
+    table: &'a Table,
+    (address, length): (u64, u64),
+) -> Result<(&'a Arc<MappedRegion>, Range<u64>), RingError> {
+    let (region, offset) = table
+        .by_vmm_address(address, length)
+        .ok_or(RingError::Address(address))?;
+    Ok((region, offset / PAGE..(offset + length).div_ceil(PAGE)))
+}
+
+/// The whole pages of these parts, as the pager addresses them.
+fn host_ranges(table: &Table, parts: &[(u64, u64)]) -> Result<Vec<HostRange>, RingError> {
+    parts
+        .iter()
+        .map(|&part| {
+            let (region, pages) = pages_of(table, part)?;
+            let length = (pages.end - pages.start) * PAGE;
+            Ok(region.host_range(pages.start * PAGE, length))
+        })
+        .collect()
+}
+
+/// Maps the pages of all parts, each page once.
+fn map(
+    guard: &Guard,
+    table: &Table,
+    parts: &[(u64, u64)],
+) -> Result<(GuestMemoryMmap, Vec<RingMapping>), RingError> {
+    // Parts may share pages: as VMM addresses of pages, sorted and without doubles.
+    let mut pages = BTreeSet::new();
+    for &part in parts {
+        let (region, range) = pages_of(table, part)?;
+        pages.extend(range.map(|page| region.info.vmm_address + page * PAGE));
+    }
+    let mut mappings = Vec::new();
+    let mut regions = Vec::new();
+    for run in runs(pages.into_iter().collect()) {
+        let length = run.end - run.start;
+        // A run may cross regions that touch in the VMM; each page lies in one.
+        let mut address = run.start;
+        while address < run.end {
+            let (region, offset) = table
+                .by_vmm_address(address, PAGE)
+                .ok_or(RingError::Address(address))?;
+            let here = (run.end - address)
+                .min(region.info.length - offset)
+                .min(length);
+            let start = region.info.file_offset + offset;
+            let mapping = guard.map_ring(&region.file, start..start + here)?;
+            let region = GuestRegionMmap::with_arc(mapping.region(), GuestAddress(address));
+            regions.push(region.ok_or(RingError::Address(address))?);
+            mappings.push(mapping);
+            address += here;
+        }
+    }
+    let memory = GuestMemoryMmap::from_regions(regions).map_err(std::io::Error::other)?;
+    Ok((memory, mappings))
+}
+
+/// Neighbouring pages as ranges of addresses.
+fn runs(pages: Vec<u64>) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for page in pages {
+        match runs.last_mut() {
+            Some(run) if run.end == page => run.end += PAGE,
+            _ => runs.push(page..page + PAGE),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbouring_pages_make_a_run() {
+        assert_eq!(
+            runs(vec![PAGE, 2 * PAGE, 5 * PAGE]),
+            [PAGE..3 * PAGE, 5 * PAGE..6 * PAGE]
+        );
+    }
+}

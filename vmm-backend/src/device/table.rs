@@ -1,0 +1,375 @@
+//! The front end's memory table: translation, and access to request buffers under pins.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use outram_wire::units::PAGE_SIZE;
+
+use super::chain::Segment;
+use super::guard::{Guard, GuardedMapping, Stray};
+use super::memory::{GuestMemory, HostRange, TableRegion};
+use super::request::{AccessError, Buffers};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// A region with our own, guarded mapping of it.
+pub(super) struct MappedRegion {
+    /// As the front end told it.
+    pub info: TableRegion,
+    /// Its memfd.
+    pub file: Arc<File>,
+    mapping: GuardedMapping,
+}
+
+impl MappedRegion {
+    /// Maps a region. Its borders must be whole pages that lie within the file.
+    pub(super) fn map(guard: &Guard, info: TableRegion, file: File) -> io::Result<Self> {
+        let end = info.file_offset.checked_add(info.length);
+        let whole_pages = [
+            info.file_offset,
+            info.guest_address,
+            info.vmm_address,
+            info.length,
+        ]
+        .iter()
+        .all(|value| value.is_multiple_of(PAGE));
+        let wraps = info.guest_address.checked_add(info.length).is_none()
+            || info.vmm_address.checked_add(info.length).is_none();
+        let Some(end) = end.filter(|_| whole_pages && !wraps && info.length > 0) else {
+            return Err(io::Error::other("its borders are no whole pages"));
+        };
+        if end > file.metadata()?.len() {
+            return Err(io::Error::other("it is larger than its file"));
+        }
+        let file = Arc::new(file);
+        let mapping = guard.map(&file, info.file_offset..end)?;
+        Ok(Self {
+            info,
+            file,
+            mapping,
+        })
+    }
+
+    /// A part of the region as the pager addresses it.
+    pub(super) fn host_range(&self, offset: u64, length: u64) -> HostRange {
+        HostRange {
+            memfd: self.info.memfd,
+            file_offset: self.info.file_offset + offset,
+            length,
+        }
+    }
+}
+
+/// A part of a region that lies in one piece.
+struct Piece<'a> {
+    region: &'a MappedRegion,
+    offset: u64,
+    length: u64,
+}
+
+impl Piece<'_> {
+    fn pages(&self) -> usize {
+        let lead = self.offset % PAGE;
+        (lead + self.length).div_ceil(PAGE) as usize
+    }
+}
+
+/// The whole table. Replaced as a whole when it changes.
+#[derive(Default)]
+pub(super) struct Table {
+    regions: Vec<Arc<MappedRegion>>,
+}
+
+impl Table {
+    /// A table of these regions, or why they make none.
+    pub(super) fn new(mut regions: Vec<Arc<MappedRegion>>) -> Result<Self, String> {
+        regions.sort_by_key(|region| region.info.guest_address);
+        let overlap = regions.windows(2).any(|pair| {
+            pair[0].info.guest_address + pair[0].info.length > pair[1].info.guest_address
+        });
+        if overlap {
+            return Err("regions of the memory table overlap".into());
+        }
+        Ok(Self { regions })
+    }
+
+    /// Its regions by guest address.
+    pub(super) fn regions(&self) -> &[Arc<MappedRegion>] {
+        &self.regions
+    }
+
+    /// The region that holds a range of VMM addresses, and where in it.
+    pub(super) fn by_vmm_address(
+        &self,
+        address: u64,
+        length: u64,
+    ) -> Option<(&Arc<MappedRegion>, u64)> {
+        self.regions.iter().find_map(|region| {
+            let offset = address.checked_sub(region.info.vmm_address)?;
+            let end = offset.checked_add(length)?;
+            (end <= region.info.length).then_some((region, offset))
+        })
+    }
+
+    /// The rest of the region that holds a guest address.
+    fn by_guest_address(&self, address: u64) -> Option<(&MappedRegion, u64)> {
+        let after = self
+            .regions
+            .partition_point(|region| region.info.guest_address <= address);
+        let region = self.regions.get(after.checked_sub(1)?)?;
+        let offset = address - region.info.guest_address;
+        (offset < region.info.length).then_some((region.as_ref(), offset))
+    }
+
+    /// The pieces that `length` bytes of the segments from `skip` on lie in.
+    fn pieces(
+        &self,
+        segments: &[Segment],
+        mut skip: u64,
+        mut length: u64,
+    ) -> Result<Vec<Piece<'_>>, AccessError> {
+        let mut pieces = Vec::new();
+        for segment in segments {
+            let segment_length = u64::from(segment.length);
+            if skip >= segment_length {
+                skip -= segment_length;
+                continue;
+            }
+            let outside = || AccessError::OutsideTable {
+                address: segment.address,
+                length: segment_length,
+            };
+            let mut address = segment.address.checked_add(skip).ok_or_else(outside)?;
+            let mut left = (segment_length - skip).min(length);
+            skip = 0;
+            while left > 0 {
+                let (region, offset) = self.by_guest_address(address).ok_or_else(outside)?;
+                let here = left.min(region.info.length - offset);
+                pieces.push(Piece {
+                    region,
+                    offset,
+                    length: here,
+                });
+                address = address.checked_add(here).ok_or_else(outside)?;
+                left -= here;
+                length -= here;
+            }
+            if length == 0 {
+                return Ok(pieces);
+            }
+        }
+        match length {
+            0 => Ok(pieces),
+            // The caller asked for more than the segments hold.
+            length => Err(AccessError::OutsideTable { address: 0, length }),
+        }
+    }
+}
+
+/// Cuts pieces into groups of at most `most` pages each, in their order.
+fn groups(pieces: Vec<Piece<'_>>, most: usize) -> Vec<Vec<Piece<'_>>> {
+    let most = most.max(1);
+    let mut groups: Vec<Vec<Piece<'_>>> = Vec::new();
+    let mut room = 0;
+    for mut piece in pieces {
+        loop {
+            if room == 0 {
+                groups.push(Vec::new());
+                room = most;
+            }
+            let fits = (room as u64 * PAGE - piece.offset % PAGE).min(piece.length);
+            let part = Piece {
+                region: piece.region,
+                offset: piece.offset,
+                length: fits,
+            };
+            room -= part.pages();
+            if let Some(group) = groups.last_mut() {
+                group.push(part);
+            }
+            piece.offset += fits;
+            piece.length -= fits;
+            if piece.length == 0 {
+                break;
+            }
+        }
+    }
+    groups
+}
+
+/// Access to request buffers: translates, pins, copies, unpins; one pin at a time.
+pub(super) struct PinnedBuffers<'a> {
+    pub table: &'a Table,
+    pub memory: &'a dyn GuestMemory,
+    pub strays: &'a AtomicU64,
+}
+
+impl PinnedBuffers<'_> {
+    fn transfer(
+        &self,
+        segments: &[Segment],
+        offset: u64,
+        length: usize,
+        write: bool,
+        mut copy: impl FnMut(&MappedRegion, usize, std::ops::Range<usize>) -> Result<(), Stray>,
+    ) -> Result<(), AccessError> {
+        let pieces = self.table.pieces(segments, offset, length as u64)?;
+        let mut done = 0;
+        for group in groups(pieces, self.memory.max_pages_per_pin()) {
+            let ranges: Vec<HostRange> = group
+                .iter()
+                .map(|piece| piece.region.host_range(piece.offset, piece.length))
+                .collect();
+            let _pinned = self.memory.pin(&ranges, write)?;
+            for piece in &group {
+                let end = done + piece.length as usize;
+                if copy(piece.region, piece.offset as usize, done..end).is_err() {
+                    self.strays.fetch_add(1, Ordering::Relaxed);
+                    return Err(AccessError::Stray);
+                }
+                done = end;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Buffers for PinnedBuffers<'_> {
+    fn read(&self, segments: &[Segment], offset: u64, into: &mut [u8]) -> Result<(), AccessError> {
+        self.transfer(segments, offset, into.len(), false, |region, at, bytes| {
+            region.mapping.read(at, &mut into[bytes])
+        })
+    }
+
+    fn write(&self, segments: &[Segment], offset: u64, from: &[u8]) -> Result<(), AccessError> {
+        self.transfer(segments, offset, from.len(), true, |region, at, bytes| {
+            region.mapping.write(at, &from[bytes])
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::sync::Mutex;
+
+    use super::super::memory::{PinError, Pinned};
+    use super::*;
+    use crate::handover::MemfdId;
+
+    /// Everything is resident; pins are recorded.
+    struct Resident {
+        pins: Mutex<Vec<Vec<HostRange>>>,
+        most: usize,
+    }
+
+    struct Nothing;
+    impl Pinned for Nothing {}
+
+    impl GuestMemory for Resident {
+        fn pin(&self, ranges: &[HostRange], _write: bool) -> Result<Box<dyn Pinned>, PinError> {
+            let mut pins = self.pins.lock().expect("not poisoned");
+            pins.push(ranges.to_vec());
+            Ok(Box::new(Nothing))
+        }
+
+        fn confirm(&self, _regions: &[TableRegion]) -> Result<(), PinError> {
+            Ok(())
+        }
+
+        fn max_pages_per_pin(&self) -> usize {
+            self.most
+        }
+    }
+
+    /// Two regions of four pages that touch in guest addresses but are swapped in the file.
+    fn table() -> (Table, File) {
+        let file = tempfile::tempfile_in("/dev/shm").expect("a tmpfs");
+        file.write_all_at(&[1; 8 * PAGE_SIZE], 0).expect("room");
+        let guard = Guard::new().expect("userfaultfd");
+        let memfd = MemfdId::of(&file).expect("open");
+        let region = |guest_page: u64, file_page: u64| {
+            let info = TableRegion {
+                memfd,
+                file_offset: file_page * PAGE,
+                guest_address: guest_page * PAGE,
+                vmm_address: 0x7000_0000 + file_page * PAGE,
+                length: 4 * PAGE,
+            };
+            let file = file.try_clone().expect("descriptors");
+            Arc::new(MappedRegion::map(&guard, info, file).expect("mapped"))
+        };
+        let table = Table::new(vec![region(8, 0), region(4, 4)]).expect("no overlap");
+        (table, file)
+    }
+
+    #[test]
+    fn buffers_cross_regions_and_pins_stay_small() {
+        let (table, file) = table();
+        let memory = Resident {
+            pins: Mutex::new(Vec::new()),
+            most: 2,
+        };
+        let strays = AtomicU64::new(0);
+        let buffers = PinnedBuffers {
+            table: &table,
+            memory: &memory,
+            strays: &strays,
+        };
+        let start = 8 * PAGE - 100;
+        let segments = [
+            Segment {
+                address: 4 * PAGE,
+                length: 8,
+            },
+            Segment {
+                address: start,
+                length: 3 * PAGE as u32,
+            },
+        ];
+        let data: Vec<u8> = (0..2 * PAGE).map(|byte| byte as u8).collect();
+        buffers.write(&segments, 8, &data).expect("within");
+        let mut back = vec![0; data.len()];
+        buffers.read(&segments, 8, &mut back).expect("within");
+        assert_eq!(back, data);
+        let mut tail = [0; 100];
+        file.read_exact_at(&mut tail, 8 * PAGE - 100)
+            .expect("there");
+        assert_eq!(tail, data[..100]);
+        for ranges in memory.pins.lock().expect("not poisoned").iter() {
+            let pages: u64 = ranges
+                .iter()
+                .map(|range| (range.file_offset % PAGE + range.length).div_ceil(PAGE))
+                .sum();
+            assert!((1..=2).contains(&pages), "{ranges:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_outside_is_refused_before_any_pin() {
+        let (table, _file) = table();
+        let memory = Resident {
+            pins: Mutex::new(Vec::new()),
+            most: 16,
+        };
+        let strays = AtomicU64::new(0);
+        let buffers = PinnedBuffers {
+            table: &table,
+            memory: &memory,
+            strays: &strays,
+        };
+        for address in [0, 4 * PAGE - 1, 12 * PAGE - 10, 12 * PAGE, u64::MAX - 5] {
+            let segments = [Segment {
+                address,
+                length: 20,
+            }];
+            assert!(
+                buffers.write(&segments, 0, &[0; 20]).is_err(),
+                "{address:#x}"
+            );
+        }
+        assert!(memory.pins.lock().expect("not poisoned").is_empty());
+    }
+}
