@@ -1,5 +1,6 @@
 //! Pages one guest's RAM between its host and memory servers.
 
+pub mod daemon;
 pub mod device;
 pub mod engine;
 pub mod handover;

@@ -32,6 +32,8 @@ pub struct Envelope {
 pub enum Request {
     /// Report everything known about the guest's memory.
     Status,
+    /// Report metrics in Prometheus' text form.
+    Metrics,
     /// Set a new limit; answered once accepted (and reserved), reached in the background.
     Tune(Limit),
     /// End the backend. Refused while a guest's memory depends on it.
@@ -44,6 +46,8 @@ pub enum Request {
 pub enum Reply {
     /// To [`Request::Status`].
     Status(Box<Status>),
+    /// To [`Request::Metrics`].
+    Metrics(String),
     /// The request was carried out.
     Done,
     /// The request was refused; the text says what was wrong and what to do.

@@ -6,6 +6,7 @@
 
 pub mod control;
 pub mod pki;
+pub mod scrape;
 pub mod server;
 pub mod tls;
 pub mod units;

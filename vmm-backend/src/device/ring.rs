@@ -186,10 +186,10 @@ impl DescriptorTable for Ring {
 }
 
 /// The region of a part and its first and last page there.
-fn pages_of<'a>(
-    table: &'a Table,
+fn pages_of(
+    table: &Table,
     (address, length): (u64, u64),
-) -> Result<(&'a Arc<MappedRegion>, Range<u64>), RingError> {
+) -> Result<(&Arc<MappedRegion>, Range<u64>), RingError> {
     let (region, offset) = table
         .by_vmm_address(address, length)
         .ok_or(RingError::Address(address))?;

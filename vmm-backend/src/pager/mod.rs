@@ -291,7 +291,7 @@ impl PreparedPager {
             threads: Mutex::new(threads),
             stop_keeping,
             ram_bytes: self.config.ram_bytes,
-            _state_dir: self.state_dir,
+            state_dir: Mutex::new(Some(self.state_dir)),
         })
     }
 }
@@ -417,7 +417,7 @@ pub struct Pager {
     threads: Mutex<Vec<JoinHandle<()>>>,
     stop_keeping: Sender<()>,
     ram_bytes: u64,
-    _state_dir: StateDir,
+    state_dir: Mutex<Option<StateDir>>,
 }
 
 impl Pager {
@@ -447,6 +447,7 @@ impl Pager {
             }
         }
         close_sessions(&self.sessions);
+        drop(lock(&self.state_dir).take());
     }
 }
 

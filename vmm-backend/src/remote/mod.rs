@@ -22,6 +22,8 @@ mod connect;
 mod connection;
 mod keeper;
 mod session;
+#[cfg(test)]
+mod session_tests;
 
 pub use connect::observe;
 pub use connection::{DataConn, ExtentError, SubmitError};

@@ -1,0 +1,255 @@
+//! What a backend is told: flags over `/etc/outram/backend.toml`.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use outram_wire::tls::TlsFiles;
+use outram_wire::units::{Limit, LocalRatio, UnitError, VmId, parse_size};
+use serde::Deserialize;
+
+use crate::remote::{AddressError, ServerAddress};
+
+/// Where the settings of a host's backends lie.
+pub(super) const DEFAULT_CONFIG: &str = "/etc/outram/backend.toml";
+
+/// Where backends keep their sockets and state.
+pub(super) const DEFAULT_RUN_DIR: &str = "/run/outram";
+
+/// Flags of `outram-backend run`.
+#[derive(Args, Clone, Debug)]
+pub struct Flags {
+    /// The guest's libvirt UUID
+    #[arg(long, value_name = "UUID")]
+    pub uuid: VmId,
+
+    /// The guest's name, for logs and 'outram status'
+    #[arg(long, value_name = "NAME")]
+    pub name: String,
+
+    /// The guest's RAM as its domain says, hot-pluggable memory not counted
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub ram: u64,
+
+    /// Share of the guest's RAM that may cost host memory, above 0 and at most 1
+    #[arg(
+        long,
+        value_name = "RATIO",
+        conflicts_with = "local",
+        required_unless_present = "local"
+    )]
+    pub local_ratio: Option<LocalRatio>,
+
+    /// Host memory that the guest's RAM may cost, such as 512MiB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub local: Option<u64>,
+
+    /// A memory server; may be given several times [default: 'servers' of the configuration]
+    #[arg(long = "server", value_name = "ADDR[:PORT]")]
+    pub servers: Vec<ServerAddress>,
+
+    /// User and group that QEMU runs as: owner of the vhost-user socket [default: our own]
+    #[arg(long, value_name = "USER[:GROUP]")]
+    pub socket_user: Option<String>,
+
+    /// Settings of this host's backends; must exist if given
+    #[arg(long, value_name = "FILE", help = format!("Settings of this host's backends; must exist if given [default: {DEFAULT_CONFIG}, if it exists]"))]
+    pub config: Option<PathBuf>,
+
+    /// Directory of sockets and state [default: /run/outram]
+    #[arg(long, value_name = "DIR")]
+    pub run_dir: Option<PathBuf>,
+
+    /// Serve Prometheus metrics at this address; 'outram metrics' needs no address
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub metrics: Option<SocketAddr>,
+
+    /// Threads that handle faults, each of a part of the guest's RAM [default: 2]
+    #[arg(long, value_name = "COUNT")]
+    pub shards: Option<u32>,
+
+    /// Certificates of the CA that vouches for the memory servers
+    #[arg(long, value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+
+    /// This host's certificate
+    #[arg(long, value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// This host's private key
+    #[arg(long, value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+
+    /// Seconds to wait for QEMU to connect before giving up [default: 120]
+    #[arg(long, value_name = "SECONDS")]
+    pub connect_timeout: Option<u64>,
+}
+
+/// The configuration file. Unknown keys are errors.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct File {
+    servers: Vec<String>,
+    tls_ca: Option<PathBuf>,
+    tls_cert: Option<PathBuf>,
+    tls_key: Option<PathBuf>,
+    run_dir: Option<PathBuf>,
+    metrics: Option<SocketAddr>,
+    shards: Option<u32>,
+    connect_timeout: Option<u64>,
+    allow_sysctl: bool,
+}
+
+/// Why a configuration was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration {}", path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The file is not understood.
+    #[error("{} is not understood: {}", path.display(), source.message())]
+    Parse {
+        /// Which.
+        path: PathBuf,
+        /// Where and why.
+        #[source]
+        source: Box<toml::de::Error>,
+    },
+    /// A server's address.
+    #[error("'servers' of the configuration")]
+    Server(#[from] AddressError),
+    /// A ratio or size.
+    #[error(transparent)]
+    Unit(#[from] UnitError),
+    /// Too few or too many shards.
+    #[error("{0} shards: expected 1 to {MAX_SHARDS}")]
+    Shards(u32),
+    /// No limit.
+    #[error("neither --local-ratio nor --local is given: name what the guest may cost its host")]
+    NoLimit,
+    /// RAM that is no whole number of pages.
+    #[error("{0} bytes of RAM: expected a multiple of 4096 above 0")]
+    Ram(u64),
+}
+
+/// More would only add threads: each can serve tens of thousands of faults a second.
+const MAX_SHARDS: u32 = 64;
+
+/// Faults of a guest reach the wait-queue lock of one userfaultfd each; two show that sharding
+/// works on the smallest host and cost little.
+const DEFAULT_SHARDS: u32 = 2;
+
+/// Everything a backend is told.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The guest.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// Its RAM in bytes.
+    pub ram_bytes: u64,
+    /// What it may cost.
+    pub limit: Limit,
+    /// The memory servers.
+    pub servers: Vec<ServerAddress>,
+    /// Owner of the vhost-user socket.
+    pub socket_user: Option<String>,
+    /// This guest's directory.
+    pub dir: PathBuf,
+    /// Where metrics are served.
+    pub metrics: Option<SocketAddr>,
+    /// Shards.
+    pub shards: u32,
+    /// This host's identity.
+    pub tls: TlsFiles,
+    /// How long to wait for QEMU.
+    pub connect_timeout: Duration,
+    /// Whether `userfaultfd(2)` may be used.
+    pub allow_sysctl: bool,
+}
+
+impl Config {
+    /// Flags over the file that they name, or the default one where it exists.
+    pub fn gather(flags: Flags) -> Result<Self, ConfigError> {
+        let file = match &flags.config {
+            Some(path) => read(path)?,
+            None => match read(Path::new(DEFAULT_CONFIG)) {
+                Err(ConfigError::Read { source, .. })
+                    if source.kind() == std::io::ErrorKind::NotFound =>
+                {
+                    File::default()
+                }
+                other => other?,
+            },
+        };
+        let limit = match (flags.local_ratio, flags.local) {
+            (Some(ratio), None) => Limit::LocalRatio(ratio),
+            (None, Some(bytes)) => Limit::LocalBytes(bytes),
+            _ => return Err(ConfigError::NoLimit),
+        };
+        if flags.ram == 0 || !flags.ram.is_multiple_of(4096) {
+            return Err(ConfigError::Ram(flags.ram));
+        }
+        let shards = flags.shards.or(file.shards).unwrap_or(DEFAULT_SHARDS);
+        if !(1..=MAX_SHARDS).contains(&shards) {
+            return Err(ConfigError::Shards(shards));
+        }
+        let servers = match flags.servers.is_empty() {
+            true => file
+                .servers
+                .iter()
+                .map(|server| server.parse())
+                .collect::<Result<_, _>>()?,
+            false => flags.servers,
+        };
+        let pki = |flag: Option<PathBuf>, file: Option<PathBuf>, default: &str| {
+            flag.or(file)
+                .unwrap_or_else(|| PathBuf::from("/etc/outram/pki").join(default))
+        };
+        let run_dir = flags
+            .run_dir
+            .or(file.run_dir)
+            .unwrap_or_else(|| DEFAULT_RUN_DIR.into());
+        Ok(Self {
+            vm: flags.uuid,
+            name: flags.name,
+            ram_bytes: flags.ram,
+            limit,
+            servers,
+            socket_user: flags.socket_user,
+            dir: run_dir.join(flags.uuid.to_string()),
+            metrics: flags.metrics.or(file.metrics),
+            shards,
+            tls: TlsFiles {
+                ca: pki(flags.tls_ca, file.tls_ca, "ca.pem"),
+                cert: pki(flags.tls_cert, file.tls_cert, "client.pem"),
+                key: pki(flags.tls_key, file.tls_key, "client.key"),
+            },
+            connect_timeout: Duration::from_secs(
+                flags
+                    .connect_timeout
+                    .or(file.connect_timeout)
+                    .unwrap_or(120),
+            ),
+            allow_sysctl: file.allow_sysctl,
+        })
+    }
+}
+
+fn read(path: &Path) -> Result<File, ConfigError> {
+    let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    toml::from_str(&text).map_err(|source| ConfigError::Parse {
+        path: path.to_owned(),
+        source: Box::new(source),
+    })
+}

@@ -1,0 +1,120 @@
+//! The control socket: `outram tune`, `status`, and the hook's `stop`.
+
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use anyhow::Context;
+use outram_wire::control::{
+    CONTROL_VERSION, Envelope, FrameError, Reply, Request, read_frame, write_frame,
+};
+
+use super::metrics;
+use super::stage::{Daemon, Stage};
+
+/// A client that takes longer to say or hear something is left.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Connections at once; root's tools need one or two.
+const MAX_CONNECTIONS: usize = 32;
+
+/// Starts answering.
+pub(super) fn serve(listener: UnixListener, daemon: &Arc<Daemon>) -> anyhow::Result<()> {
+    let daemon = Arc::clone(daemon);
+    let connections = Arc::new(AtomicUsize::new(0));
+    let work = move || {
+        for connection in listener.incoming() {
+            let Ok(stream) = connection else {
+                std::thread::sleep(Duration::from_millis(100));
+                continue;
+            };
+            let (daemon, open) = (Arc::clone(&daemon), Arc::clone(&connections));
+            if open.fetch_add(1, Ordering::AcqRel) >= MAX_CONNECTIONS {
+                open.fetch_sub(1, Ordering::AcqRel);
+                continue;
+            }
+            let talk = move || {
+                if let Err(error) = converse(stream, &daemon) {
+                    tracing::debug!(%error, "a control connection failed");
+                }
+                open.fetch_sub(1, Ordering::AcqRel);
+            };
+            if let Err(error) = std::thread::Builder::new()
+                .name("control".to_owned())
+                .spawn(talk)
+            {
+                tracing::warn!(%error, "a control connection is not answered");
+                connections.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+    };
+    std::thread::Builder::new()
+        .name("control".to_owned())
+        .spawn(work)
+        .context("starting a thread")?;
+    Ok(())
+}
+
+fn converse(mut stream: UnixStream, daemon: &Daemon) -> Result<(), FrameError> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    loop {
+        let reply = match read_frame::<Envelope>(&mut stream) {
+            Ok(None) => return Ok(()),
+            Ok(Some(envelope)) => answer(envelope, daemon),
+            Err(error @ (FrameError::Malformed(_) | FrameError::TooLong(_))) => {
+                // What follows such a frame cannot be told from its rest.
+                let reply = Reply::Refused(format!(
+                    "{error}: expected a request of version {CONTROL_VERSION}"
+                ));
+                return write_frame(&mut stream, &reply);
+            }
+            Err(error) => return Err(error),
+        };
+        write_frame(&mut stream, &reply)?;
+    }
+}
+
+fn answer(envelope: Envelope, daemon: &Daemon) -> Reply {
+    if envelope.version != CONTROL_VERSION {
+        return Reply::Refused(format!(
+            "control messages of version {} are not understood: this backend speaks version {CONTROL_VERSION}",
+            envelope.version
+        ));
+    }
+    match (envelope.request, daemon.stage()) {
+        (Request::Status, _) => Reply::Status(Box::new(daemon.status())),
+        (Request::Metrics, _) => Reply::Metrics(metrics::page(daemon)),
+        (Request::Tune(limit), Stage::Serving(guest)) => match guest.pager.tune(limit) {
+            Ok(()) => {
+                tracing::info!(%limit, "tuned");
+                Reply::Done
+            }
+            Err(error) => Reply::Refused(error_chain(&error)),
+        },
+        (Request::Tune(_), _) => {
+            Reply::Refused("there is no guest to tune: it has not started, or has ended".into())
+        }
+        (Request::Stop, Stage::Serving(guest)) if !guest.vmm.has_ended() => {
+            Reply::Refused(format!(
+                "QEMU (process {}) depends on this backend for its memory: shut the guest down instead",
+                guest.vmm.pid
+            ))
+        }
+        (Request::Stop, _) => {
+            daemon.asked_to_stop.store(true, Ordering::Relaxed);
+            Reply::Done
+        }
+    }
+}
+
+fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text += &format!(": {cause}");
+        source = cause.source();
+    }
+    text
+}

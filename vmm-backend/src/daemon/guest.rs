@@ -1,0 +1,171 @@
+//! The vhost-user door: QEMU's first connection hands its guest's memory over; it and the later
+//! ones are served as a disk.
+
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::Context;
+use outram_wire::control::Counters;
+
+use super::stage::{Daemon, Stage};
+use crate::device::{self, Device, DeviceConfig};
+use crate::handover::{self, Options, Vmm, Way, discover};
+use crate::pager::Pager;
+
+/// A front end sends its first message at once.
+const FIRST_MESSAGE: Duration = Duration::from_secs(10);
+
+/// `SIGKILL` in the kernel's mask of pending signals.
+const SIGKILL_BIT: u64 = 1 << (libc::SIGKILL - 1);
+
+/// A guest whose memory is served.
+pub(super) struct Guest {
+    pub(super) vmm: Vmm,
+    pub(super) way: Way,
+    pub(super) pager: Arc<Pager>,
+    pub(super) device: Device,
+    let_go: AtomicBool,
+}
+
+impl Guest {
+    /// What happened since the start.
+    pub(super) fn counters(&self) -> Counters {
+        let device = self.device.counters();
+        Counters {
+            stray_device_accesses: device.stray_device_accesses,
+            ..self.pager.counters()
+        }
+    }
+
+    /// A killed QEMU whose threads wait in faults may not be reapable before they are let go: a
+    /// vhost worker waits without heeding the signal, and the process counts as alive.
+    pub(super) fn let_go_if_killed(&self) {
+        if self.pager.memory().waiting_faults == 0 || self.let_go.load(Ordering::Relaxed) {
+            return;
+        }
+        if is_being_killed(self.vmm.pid) {
+            tracing::info!(
+                pid = self.vmm.pid,
+                "QEMU is being killed: its waiting threads are let go"
+            );
+            self.let_go.store(true, Ordering::Relaxed);
+            self.pager.let_go();
+        }
+    }
+}
+
+/// Whether a process has a SIGKILL pending.
+fn is_being_killed(pid: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let mask = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok())
+            .unwrap_or(0)
+    };
+    (mask("ShdPnd:") | mask("SigPnd:")) & SIGKILL_BIT != 0
+}
+
+/// The thread that accepts QEMU.
+pub(super) struct GuestDoor {
+    daemon: Arc<Daemon>,
+}
+
+impl GuestDoor {
+    /// Starts accepting.
+    pub(super) fn open(listener: UnixListener, daemon: &Arc<Daemon>) -> anyhow::Result<()> {
+        let door = Self {
+            daemon: Arc::clone(daemon),
+        };
+        let work = move || {
+            for connection in listener.incoming() {
+                match connection {
+                    Ok(stream) => door.admit(stream),
+                    Err(error) => {
+                        tracing::warn!(%error, "a vhost-user connection was not accepted");
+                        std::thread::sleep(Duration::from_millis(100));
+                    }
+                }
+            }
+        };
+        std::thread::Builder::new()
+            .name("vhost-user".to_owned())
+            .spawn(work)
+            .context("starting a thread")?;
+        Ok(())
+    }
+
+    /// Takes the guest over on its first connection; serves this one as a disk. A refused QEMU is
+    /// cut off each time, until it gives up.
+    fn admit(&self, stream: UnixStream) {
+        if matches!(self.daemon.stage(), Stage::Waiting) {
+            match self.take_over(&stream) {
+                Ok(Some(guest)) => self.daemon.set_stage(Stage::Serving(Arc::new(guest))),
+                Ok(None) => return,
+                Err(error) => {
+                    let reason = format!("{error:#}");
+                    tracing::error!(%reason, "the guest's memory is refused");
+                    self.daemon.set_stage(Stage::Refused(reason));
+                }
+            }
+        }
+        if let Stage::Serving(guest) = self.daemon.stage()
+            && let Err(error) = serve_disk(&guest, stream)
+        {
+            tracing::warn!("{error:#}");
+        }
+    }
+
+    /// The hand-over. `None` where whoever connected said nothing.
+    fn take_over(&self, stream: &UnixStream) -> anyhow::Result<Option<Guest>> {
+        if let Err(error) = device::wait_first_message(stream, FIRST_MESSAGE) {
+            tracing::warn!(%error, "somebody connected to the vhost-user socket and said nothing");
+            return Ok(None);
+        }
+        let peer = handover::peer(stream)?;
+        let vmm = Vmm::open(peer.pid)?;
+        discover::host_requirements()?;
+        let blocks = discover::guest_ram(&vmm)?;
+        for block in &blocks {
+            tracing::info!(name = %block.name, bytes = block.length, "guest RAM");
+        }
+        let config = &self.daemon.config;
+        let options = Options {
+            allow_sysctl: config.allow_sysctl,
+            ..Options::default()
+        };
+        let handed_over = handover::take(&vmm, stream, self.daemon.userfaultfds(), &options)?;
+        tracing::info!(pid = vmm.pid, way = %handed_over.way, "memory handed over");
+        let prepared = self
+            .daemon
+            .take_prepared()
+            .context("the guest was taken over before")?;
+        let pager = Arc::new(prepared.start(blocks, handed_over.uffds)?);
+        let device = Device::new(DeviceConfig::new(config.vm), Arc::clone(&pager) as _)?;
+        Ok(Some(Guest {
+            vmm,
+            way: handed_over.way,
+            pager,
+            device,
+            let_go: AtomicBool::new(false),
+        }))
+    }
+}
+
+fn serve_disk(guest: &Guest, stream: UnixStream) -> anyhow::Result<()> {
+    let peer = handover::peer(&stream)?;
+    if peer.pid != guest.vmm.pid {
+        anyhow::bail!(
+            "process {} connected to the vhost-user socket of QEMU {}: it is cut off",
+            peer.pid,
+            guest.vmm.pid
+        );
+    }
+    guest
+        .device
+        .serve(stream)
+        .context("the vhost-user connection ended")?;
+    tracing::info!("QEMU disconnected the disk");
+    Ok(())
+}

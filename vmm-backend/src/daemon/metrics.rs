@@ -1,0 +1,352 @@
+//! The guest's memory as Prometheus reads it. Labels are by outcome or server, never by page.
+
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+
+use anyhow::Context;
+use outram_wire::control::{Phase, Status};
+use outram_wire::scrape::Page;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use super::stage::{Daemon, Stage};
+use crate::engine::stats::{FaultKind, Stats};
+
+/// Upper bounds of the latency histogram's buckets, in microseconds: from a fault that stays in
+/// memory to one that waits for a server to come back.
+const BUCKETS_US: [u64; 14] = [
+    10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000, 10_000_000,
+    60_000_000,
+];
+
+/// Serves the page at `address`.
+pub(super) fn serve(address: SocketAddr, daemon: &Arc<Daemon>) -> anyhow::Result<Page> {
+    let daemon = Arc::clone(daemon);
+    let listener =
+        TcpListener::bind(address).with_context(|| format!("cannot serve metrics at {address}"))?;
+    Page::serve(listener, move || page(&daemon)).context("serving metrics")
+}
+
+/// The page as it is now.
+pub(super) fn page(daemon: &Daemon) -> String {
+    let status = daemon.status();
+    let labels = [("vm", status.vm.to_string()), ("name", status.name.clone())];
+    let labels = labels.map(|(key, value)| (key.into(), value.into()));
+    let mut registry = Registry::with_prefix_and_labels("outram", labels.into_iter());
+    let latencies = match daemon.stage() {
+        Stage::Serving(guest) => FaultKind::ALL
+            .map(|kind| Buckets::of(guest.pager.stats(), kind))
+            .to_vec(),
+        _ => Vec::new(),
+    };
+    registry.register_collector(Box::new(Snapshot { status, latencies }));
+    let mut page = String::new();
+    // A string takes whatever is written.
+    let _ = encode(&mut page, &registry);
+    page
+}
+
+/// Latencies of one kind, in buckets.
+#[derive(Clone, Debug)]
+struct Buckets {
+    kind: FaultKind,
+    sum_seconds: f64,
+    count: u64,
+    buckets: Vec<(f64, u64)>,
+}
+
+impl Buckets {
+    fn of(stats: &Stats, kind: FaultKind) -> Self {
+        stats.latency(kind, |histogram| {
+            let mut below = 0;
+            let bounds = BUCKETS_US.iter().map(|bound| {
+                let until = histogram.count_between(0, *bound);
+                let here = until - below;
+                below = until;
+                (*bound as f64 / 1e6, here)
+            });
+            let mut buckets: Vec<_> = bounds.collect();
+            buckets.push((f64::MAX, histogram.len() - below));
+            let sum_seconds = histogram.mean() * histogram.len() as f64 / 1e6;
+            Self {
+                kind,
+                sum_seconds,
+                count: histogram.len(),
+                buckets,
+            }
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Snapshot {
+    status: Status,
+    latencies: Vec<Buckets>,
+}
+
+type Values<'a> = &'a [(&'a str, u64)];
+
+fn family(
+    encoder: &mut DescriptorEncoder<'_>,
+    (name, help, unit): (&str, &str, Option<&Unit>),
+    kind: MetricType,
+    label: &str,
+    values: Values<'_>,
+) -> fmt::Result {
+    let mut metric = encoder.encode_descriptor(name, help, unit, kind)?;
+    for (value_label, value) in values {
+        let labels = [(label, *value_label)];
+        match kind {
+            MetricType::Counter => {
+                ConstCounter::new(*value).encode(metric.encode_family(&labels)?)?
+            }
+            _ => ConstGauge::new(*value as f64).encode(metric.encode_family(&labels)?)?,
+        }
+    }
+    Ok(())
+}
+
+impl Snapshot {
+    fn encode_memory(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let status = &self.status;
+        family(
+            encoder,
+            ("memory", "Guest RAM by where it is", Some(&Unit::Bytes)),
+            MetricType::Gauge,
+            "state",
+            &[
+                ("resident", status.resident_bytes),
+                ("staged", status.staged_bytes),
+                ("stored", status.stored_bytes),
+                ("filled", status.filled_bytes),
+                ("lost", status.lost_bytes),
+            ],
+        )?;
+        family(
+            encoder,
+            (
+                "size",
+                "Guest RAM, and what of it may be local",
+                Some(&Unit::Bytes),
+            ),
+            MetricType::Gauge,
+            "of",
+            &[("ram", status.ram_bytes), ("limit", status.limit_bytes)],
+        )?;
+        family(
+            encoder,
+            (
+                "kernel",
+                "Host memory by the kernel's own count",
+                Some(&Unit::Bytes),
+            ),
+            MetricType::Gauge,
+            "of",
+            &[
+                ("memfd", status.kernel_memfd_bytes),
+                ("staging", status.kernel_staging_bytes),
+                ("table", status.kernel_table_bytes),
+                ("anonymous", status.kernel_anon_bytes),
+            ],
+        )?;
+        let serving = u64::from(matches!(status.phase, Phase::Serving));
+        let stalled = u64::from(matches!(status.phase, Phase::Stalled));
+        let stopped = u64::from(matches!(status.phase, Phase::Stopped));
+        family(
+            encoder,
+            ("phase", "1 for the phase the guest is in", None),
+            MetricType::Gauge,
+            "phase",
+            &[
+                ("serving", serving),
+                ("stalled", stalled),
+                ("stopped", stopped),
+            ],
+        )?;
+        let waiting = ConstGauge::new(status.waiting_faults as f64);
+        waiting.encode(encoder.encode_descriptor(
+            "waiting_faults",
+            "Faults that wait for an answer",
+            None,
+            MetricType::Gauge,
+        )?)
+    }
+
+    fn encode_counters(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let counters = &self.status.counters;
+        let mut family = |name, help, unit, label, values: Values<'_>| {
+            family(
+                encoder,
+                (name, help, unit),
+                MetricType::Counter,
+                label,
+                values,
+            )
+        };
+        family(
+            "faults",
+            "Faults by how they were answered",
+            None,
+            "outcome",
+            &[
+                ("zero", counters.faults_zero),
+                ("filled", counters.faults_filled),
+                ("staged", counters.faults_staged),
+                ("remote", counters.faults_remote),
+                ("protected", counters.faults_protected),
+                ("duplicate", counters.faults_duplicate),
+                ("lost", counters.faults_lost),
+            ],
+        )?;
+        family(
+            "evicted_pages",
+            "Pages evicted, by what became of them",
+            None,
+            "outcome",
+            &[
+                ("clean", counters.evicted_clean_pages),
+                ("filled", counters.evicted_filled_pages),
+                (
+                    "staged",
+                    counters.evicted_pages
+                        - counters.evicted_clean_pages
+                        - counters.evicted_filled_pages,
+                ),
+            ],
+        )?;
+        family(
+            "wire",
+            "Bytes on the wire to memory servers",
+            Some(&Unit::Bytes),
+            "direction",
+            &[
+                ("received", counters.wire_received_bytes),
+                ("sent", counters.wire_sent_bytes),
+            ],
+        )?;
+        family(
+            "stalls",
+            "Faults that had to wait for something else than their page's bytes",
+            None,
+            "reason",
+            &[
+                ("limit", counters.stalls_limit),
+                ("server", counters.stalls_server),
+            ],
+        )
+    }
+
+    fn encode_plain(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let counters = &self.status.counters;
+        for (name, help, value) in [
+            (
+                "refaults",
+                "Faults on pages that had been evicted",
+                counters.refaults,
+            ),
+            (
+                "writeback_pages",
+                "Pages written to memory servers",
+                counters.writeback_pages,
+            ),
+            (
+                "removed_pages",
+                "Pages that the guest gave back",
+                counters.removed_pages,
+            ),
+            (
+                "integrity_failures",
+                "Pages whose bytes did not match their tag",
+                counters.integrity_failures,
+            ),
+            (
+                "stray_device_accesses",
+                "Accesses of the device to pages not pinned",
+                counters.stray_device_accesses,
+            ),
+        ] {
+            let metric = ConstCounter::new(value);
+            metric.encode(encoder.encode_descriptor(name, help, None, MetricType::Counter)?)?;
+        }
+        Ok(())
+    }
+
+    fn encode_servers(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let servers = &self.status.servers;
+        let of = |read: fn(&outram_wire::control::ServerStatus) -> u64| -> Vec<(&str, u64)> {
+            servers
+                .iter()
+                .map(|server| (server.address.as_str(), read(server)))
+                .collect()
+        };
+        let connected = of(|server| server.connected.into());
+        family(
+            encoder,
+            (
+                "server_connected",
+                "Whether a memory server is connected",
+                None,
+            ),
+            MetricType::Gauge,
+            "server",
+            &connected,
+        )?;
+        let stored = of(|server| server.stored_bytes);
+        family(
+            encoder,
+            (
+                "server_stored",
+                "Bytes of the guest on a memory server",
+                Some(&Unit::Bytes),
+            ),
+            MetricType::Gauge,
+            "server",
+            &stored,
+        )?;
+        let slabs = of(|server| server.slabs);
+        family(
+            encoder,
+            ("server_slabs", "Slabs leased from a memory server", None),
+            MetricType::Gauge,
+            "server",
+            &slabs,
+        )
+    }
+
+    fn encode_latency(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "From reading a fault to waking the guest, by how it was answered";
+        let mut metric = encoder.encode_descriptor(
+            "fault_latency",
+            help,
+            Some(&Unit::Seconds),
+            MetricType::Histogram,
+        )?;
+        for latency in &self.latencies {
+            let labels = [("outcome", latency.kind.name())];
+            let mut family = metric.encode_family(&labels)?;
+            family.encode_histogram::<NoLabelSet>(
+                latency.sum_seconds,
+                latency.count,
+                &latency.buckets,
+                None,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        self.encode_memory(&mut encoder)?;
+        self.encode_counters(&mut encoder)?;
+        self.encode_plain(&mut encoder)?;
+        self.encode_servers(&mut encoder)?;
+        self.encode_latency(&mut encoder)
+    }
+}

@@ -1,0 +1,141 @@
+//! One guest's backend from start to end: its directory and sockets, the hand-over when QEMU
+//! connects, and the end of its guest.
+//!
+//! The main thread watches over the guest's process; one thread serves the vhost-user socket, one
+//! the control socket, each control connection has its own. Lock order: `stage` alone, never held
+//! while anything waits.
+
+mod config;
+mod control;
+mod guest;
+mod metrics;
+mod run_dir;
+mod stage;
+mod surroundings;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+pub use config::{Config, ConfigError, Flags};
+
+use crate::engine::table::State;
+use crate::pager::{PagerConfig, PreparedPager};
+use crate::remote::{RemoteConfig, Timing};
+use guest::GuestDoor;
+use run_dir::RunDir;
+use stage::{Daemon, Stage};
+
+/// How often the guest's process is looked at.
+const WATCH: Duration = Duration::from_millis(50);
+
+/// A refused QEMU gives up within this, or libvirt's hook ends us before.
+const REFUSAL_LINGER: Duration = Duration::from_secs(60);
+
+/// Runs the backend of one guest until that guest has ended. Refuses with a reason, which is also
+/// left in the file `error` of the guest's directory.
+pub fn run(flags: Flags) -> anyhow::Result<()> {
+    let config = Config::gather(flags)?;
+    let dir = RunDir::create(&config.dir)?;
+    let result = serve(config, &dir);
+    match &result {
+        Ok(()) => dir.remove(),
+        Err(error) => dir.leave_error(&format!("{error:#}")),
+    }
+    result
+}
+
+fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
+    surroundings::prepare();
+    let remote = RemoteConfig {
+        addresses: config.servers.clone(),
+        tls: config.tls.clone(),
+        vm: config.vm,
+        secret: outram_wire::server::SessionSecret::random()
+            .map_err(std::io::Error::other)
+            .context("drawing a secret")?,
+        // One for each shard, one for write-back.
+        data_connections: config.shards as usize + 1,
+        timing: Timing::default(),
+    };
+    let pager = PagerConfig {
+        vm: config.vm,
+        ram_bytes: config.ram_bytes,
+        limit: config.limit,
+        shards: config.shards,
+        state_dir: dir.state(),
+    };
+    let prepared = PreparedPager::new(pager, &remote)?;
+    let door = dir.listen_vhost(config.socket_user.as_deref())?;
+    let control = dir.listen_control()?;
+    let daemon = Arc::new(Daemon::new(config, prepared));
+    let stop = Arc::clone(&daemon.asked_to_stop);
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        signal_hook::flag::register(signal, Arc::clone(&stop))
+            .context("registering for signals")?;
+    }
+    let _metrics = match daemon.config.metrics {
+        Some(address) => Some(metrics::serve(address, &daemon)?),
+        None => None,
+    };
+    GuestDoor::open(door, &daemon)?;
+    control::serve(control, &daemon)?;
+    tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
+    watch(&daemon, dir)
+}
+
+/// Watches over the guest until it has ended, or will not come.
+fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
+    let deadline = Instant::now() + daemon.config.connect_timeout;
+    let mut refused_at = None;
+    loop {
+        std::thread::sleep(WATCH);
+        let asked_to_stop = daemon.take_stop_request();
+        match daemon.stage() {
+            Stage::Waiting if asked_to_stop => {
+                tracing::info!("stopped before QEMU came");
+                daemon.close();
+                return Ok(());
+            }
+            Stage::Waiting if Instant::now() > deadline => {
+                daemon.close();
+                anyhow::bail!(
+                    "QEMU did not connect within {} s: did the domain's start fail? See libvirt's log",
+                    daemon.config.connect_timeout.as_secs()
+                );
+            }
+            Stage::Waiting => {}
+            Stage::Serving(guest) => {
+                if guest.vmm.has_ended() {
+                    tracing::info!(pid = guest.vmm.pid, "the guest has ended");
+                    daemon.end(&guest);
+                    return Ok(());
+                }
+                if asked_to_stop {
+                    tracing::warn!(
+                        "asked to stop, but the guest's memory depends on this process: shut the guest down instead"
+                    );
+                }
+                guest.let_go_if_killed();
+            }
+            Stage::Refused(reason) => {
+                let since = *refused_at.get_or_insert_with(|| {
+                    dir.note_error(&reason);
+                    Instant::now()
+                });
+                if asked_to_stop || since.elapsed() > REFUSAL_LINGER {
+                    daemon.close();
+                    anyhow::bail!("{reason}");
+                }
+            }
+            Stage::Ending => return Ok(()),
+        }
+    }
+}
+
+/// Pages in a state that nothing may be read from.
+fn lost_pages(guest: &guest::Guest) -> u64 {
+    guest.pager.stats().pages(State::Lost)
+}

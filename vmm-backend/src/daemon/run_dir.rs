@@ -1,0 +1,149 @@
+//! The guest's directory: `/run/outram/<uuid>` with its sockets, its state, and the reason of a
+//! refusal.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use nix::unistd::{Group, User};
+
+/// The directory.
+pub(super) struct RunDir {
+    path: PathBuf,
+}
+
+impl RunDir {
+    /// Makes the directory. Refuses where another backend serves the guest.
+    pub(super) fn create(path: &Path) -> anyhow::Result<Self> {
+        if UnixStream::connect(path.join("control.sock")).is_ok() {
+            bail!(
+                "a backend of this guest runs already in {}: is the guest running?",
+                path.display()
+            );
+        }
+        // QEMU, an unprivileged user, walks through it to the socket; it lists nothing.
+        let make = |path: &Path, mode| {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(mode)
+                .create(path)
+        };
+        let parent = path.parent().unwrap_or(Path::new("/"));
+        make(parent, 0o755)
+            .and_then(|()| make(path, 0o711))
+            .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(0o711)))
+            .with_context(|| format!("cannot make {}", path.display()))?;
+        let dir = Self {
+            path: path.to_owned(),
+        };
+        for stale in ["error", "vhost.sock", "control.sock"] {
+            remove_file(&dir.path.join(stale))?;
+        }
+        Ok(dir)
+    }
+
+    /// Where the guest's tmpfs is mounted.
+    pub(super) fn state(&self) -> PathBuf {
+        self.path.join("state")
+    }
+
+    /// Listens for QEMU: only its user may connect.
+    pub(super) fn listen_vhost(&self, user: Option<&str>) -> anyhow::Result<UnixListener> {
+        let path = self.path.join("vhost.sock");
+        let listener = listen(&path)?;
+        if let Some(user) = user {
+            let (uid, gid) = parse_user(user)?;
+            chown(&path, Some(uid), gid)
+                .with_context(|| format!("cannot give {} to {user}", path.display()))?;
+        }
+        Ok(listener)
+    }
+
+    /// Listens for `outram tune` and `outram status`: root's alone.
+    pub(super) fn listen_control(&self) -> anyhow::Result<UnixListener> {
+        listen(&self.path.join("control.sock"))
+    }
+
+    /// Leaves a reason where the hook and `outram status` find it.
+    pub(super) fn note_error(&self, reason: &str) {
+        if let Err(error) = fs::write(self.path.join("error"), format!("{reason}\n")) {
+            tracing::warn!(%error, "the reason cannot be left in the guest's directory");
+        }
+    }
+
+    /// The backend ends with an error: its reason and log stay.
+    pub(super) fn leave_error(&self, reason: &str) {
+        self.note_error(reason);
+        self.remove_sockets();
+    }
+
+    /// The guest ended as it should: nothing stays.
+    pub(super) fn remove(&self) {
+        self.remove_sockets();
+        for name in ["log", "error"] {
+            if let Err(error) = remove_file(&self.path.join(name)) {
+                tracing::warn!("{error:#}");
+            }
+        }
+        if let Err(error) = fs::remove_dir(&self.path) {
+            tracing::debug!(%error, "the guest's directory stays");
+        }
+    }
+
+    fn remove_sockets(&self) {
+        for name in ["vhost.sock", "control.sock"] {
+            if let Err(error) = remove_file(&self.path.join(name)) {
+                tracing::warn!("{error:#}");
+            }
+        }
+        // Unmounted by then; holds nothing of its own.
+        let _ = fs::remove_dir(self.state());
+    }
+}
+
+fn listen(path: &Path) -> anyhow::Result<UnixListener> {
+    let listen = || {
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        Ok::<_, io::Error>(listener)
+    };
+    listen().with_context(|| format!("cannot listen at {}", path.display()))
+}
+
+fn remove_file(path: &Path) -> anyhow::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `USER[:GROUP]`, names or numbers; the group is left as it is where none is named.
+fn parse_user(text: &str) -> anyhow::Result<(u32, Option<u32>)> {
+    let (user, group) = match text.split_once(':') {
+        Some((user, group)) => (user, Some(group)),
+        None => (text, None),
+    };
+    let uid = match user.parse() {
+        Ok(uid) => uid,
+        Err(_) => User::from_name(user)?
+            .with_context(|| format!("there is no user '{user}'"))?
+            .uid
+            .as_raw(),
+    };
+    let gid = match group {
+        None => None,
+        Some(group) => Some(match group.parse() {
+            Ok(gid) => gid,
+            Err(_) => Group::from_name(group)?
+                .with_context(|| format!("there is no group '{group}'"))?
+                .gid
+                .as_raw(),
+        }),
+    };
+    Ok((uid, gid))
+}

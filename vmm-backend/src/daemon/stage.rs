@@ -1,0 +1,208 @@
+//! What the backend's threads share: its configuration, and how far the guest's life has come.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use outram_wire::control::{Counters, Phase, ServerStatus, Status};
+
+use super::config::Config;
+use super::guest::Guest;
+use super::lost_pages;
+use crate::pager::{HEADROOM_BYTES, MemoryReport, PreparedPager};
+
+/// Anonymous memory of a backend that is not counted against its guest's limit: code's data,
+/// stacks, connection buffers, and the eviction queue of a guest with up to 64 GiB resident.
+pub(super) const FIXED_ANON_BYTES: u64 = 64 << 20;
+
+/// How far the guest's life has come.
+#[derive(Clone)]
+pub(super) enum Stage {
+    /// QEMU has not come yet.
+    Waiting,
+    /// Its memory is ours to serve.
+    Serving(Arc<Guest>),
+    /// Its memory was refused, for this reason.
+    Refused(String),
+    /// It has ended.
+    Ending,
+}
+
+/// The backend as all its threads see it.
+pub(super) struct Daemon {
+    pub(super) config: Config,
+    pub(super) asked_to_stop: Arc<AtomicBool>,
+    stage: Mutex<Stage>,
+    prepared: Mutex<Option<PreparedPager>>,
+}
+
+impl Daemon {
+    pub(super) fn new(config: Config, prepared: PreparedPager) -> Self {
+        Self {
+            config,
+            asked_to_stop: Arc::default(),
+            stage: Mutex::new(Stage::Waiting),
+            prepared: Mutex::new(Some(prepared)),
+        }
+    }
+
+    pub(super) fn stage(&self) -> Stage {
+        lock(&self.stage).clone()
+    }
+
+    pub(super) fn set_stage(&self, stage: Stage) {
+        *lock(&self.stage) = stage;
+    }
+
+    /// The pager in waiting; only once.
+    pub(super) fn take_prepared(&self) -> Option<PreparedPager> {
+        lock(&self.prepared).take()
+    }
+
+    /// How many userfaultfds the pager in waiting needs.
+    pub(super) fn userfaultfds(&self) -> usize {
+        lock(&self.prepared)
+            .as_ref()
+            .map_or(0, PreparedPager::userfaultfds)
+    }
+
+    pub(super) fn take_stop_request(&self) -> bool {
+        self.asked_to_stop.swap(false, Ordering::Relaxed)
+    }
+
+    /// No guest will come, or none that is served.
+    pub(super) fn close(&self) {
+        self.set_stage(Stage::Ending);
+        if let Some(prepared) = self.take_prepared() {
+            prepared.close();
+        }
+    }
+
+    /// The guest's process is gone: everything is given back.
+    pub(super) fn end(&self, guest: &Guest) {
+        self.set_stage(Stage::Ending);
+        guest.pager.end();
+    }
+
+    /// Everything known.
+    pub(super) fn status(&self) -> Status {
+        let stage = self.stage();
+        let guest = match &stage {
+            Stage::Serving(guest) => Some(guest),
+            _ => None,
+        };
+        let memory = guest.map(|guest| guest.pager.memory()).unwrap_or_default();
+        let servers = match guest {
+            Some(guest) => guest.pager.servers(),
+            None => lock(&self.prepared)
+                .as_ref()
+                .map(PreparedPager::servers)
+                .unwrap_or_default(),
+        };
+        let (phase, detail) = phase(&stage, &memory, &servers);
+        let limit = guest.map_or(self.config.limit, |guest| guest.pager.limit());
+        Status {
+            vm: self.config.vm,
+            name: self.config.name.clone(),
+            backend_version: env!("CARGO_PKG_VERSION").to_owned(),
+            backend_pid: std::process::id(),
+            qemu_pid: guest.map(|guest| guest.vmm.pid as u32),
+            phase,
+            detail,
+            handover: guest.map(|guest| guest.way.to_string()),
+            ram_bytes: if memory.ram > 0 {
+                memory.ram
+            } else {
+                self.config.ram_bytes
+            },
+            limit,
+            limit_bytes: limit.bytes(self.config.ram_bytes),
+            resident_bytes: memory.resident,
+            staged_bytes: memory.staged,
+            stored_bytes: memory.stored,
+            filled_bytes: memory.filled,
+            lost_bytes: memory.lost,
+            waiting_faults: memory.waiting_faults,
+            kernel_memfd_bytes: memory.kernel_memfd,
+            kernel_staging_bytes: memory.kernel_staging,
+            kernel_table_bytes: memory.kernel_table,
+            kernel_anon_bytes: anonymous_bytes(),
+            fixed_anon_bytes: FIXED_ANON_BYTES,
+            headroom_bytes: HEADROOM_BYTES,
+            counters: guest
+                .map(|guest| guest.counters())
+                .unwrap_or_else(Counters::default),
+            latency: guest
+                .map(|guest| guest.pager.latencies())
+                .unwrap_or_default(),
+            servers,
+        }
+    }
+}
+
+/// The phase, and in words what is out of the ordinary.
+fn phase(
+    stage: &Stage,
+    memory: &MemoryReport,
+    servers: &[ServerStatus],
+) -> (Phase, Option<String>) {
+    let unreachable = || {
+        let down: Vec<String> = servers
+            .iter()
+            .filter(|server| !server.connected)
+            .map(|server| match &server.detail {
+                Some(detail) => format!("{} ({detail})", server.address),
+                None => server.address.clone(),
+            })
+            .collect();
+        (!down.is_empty()).then(|| format!("out of reach: {}", down.join(", ")))
+    };
+    match stage {
+        Stage::Waiting => (Phase::Waiting, unreachable()),
+        Stage::Refused(reason) => (Phase::Refused, Some(reason.clone())),
+        Stage::Ending => (Phase::Ending, None),
+        Stage::Serving(guest) if memory.waiting_lost_faults > 0 => {
+            let lost = lost_pages(guest);
+            let detail = format!(
+                "{} accesses wait for pages that are lost for good ({lost} pages in all): the guest is stopped where it needs them; \
+                 save what can be saved, then 'virsh destroy' it",
+                memory.waiting_lost_faults
+            );
+            (Phase::Stopped, Some(detail))
+        }
+        Stage::Serving(_) => match unreachable() {
+            Some(detail) if memory.waiting_faults > 0 => (Phase::Stalled, Some(detail)),
+            detail if memory.lost > 0 => {
+                let lost = format!(
+                    "{} pages are lost for good; nothing has asked for them since",
+                    memory.lost / 4096
+                );
+                (
+                    Phase::Serving,
+                    Some(detail.map_or(lost.clone(), |detail| format!("{lost}; {detail}"))),
+                )
+            }
+            detail => (Phase::Serving, detail),
+        },
+    }
+}
+
+/// This process's anonymous memory, by the kernel's count.
+fn anonymous_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| {
+        line.trim()
+            .trim_end_matches("kB")
+            .trim()
+            .parse::<u64>()
+            .ok()
+    });
+    kib.unwrap_or(0) * 1024
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change under these locks is one assignment.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
