@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(offset_of!(libc::msghdr, msg_controllen), 40);
         assert!(size_of::<libc::msghdr>() <= IOVEC_AT);
         assert_eq!(offset_of!(libc::iovec, iov_len), 8);
-        assert!(CONTROL_AT + CONTROL_BYTES <= SCRATCH_BYTES);
+        const { assert!(CONTROL_AT + CONTROL_BYTES <= SCRATCH_BYTES) };
         assert_eq!(CONTROL_AT % 8, 0);
     }
 
