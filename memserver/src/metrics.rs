@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use outram_wire::server::ServerStats;
 use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -21,41 +21,66 @@ const MAX_REQUEST_BYTES: usize = 8 * 1024;
 /// A scraper that takes longer is left.
 const SCRAPE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Why somebody was turned away.
-#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq, EncodeLabelValue)]
-pub(crate) enum Stranger {
-    /// Neither TLS nor a data connection.
-    Protocol,
-    /// No certificate, or one that does not pass.
-    Certificate,
-    /// No valid token.
-    Token,
-    /// Took too long to say who it is, or made room for others.
-    Unidentified,
-    /// Too many connections.
-    Limit,
+/// An enum whose values are a label's: each with its text, and all of them in a list.
+macro_rules! label {
+    ($(#[$doc:meta])* $name:ident { $($(#[$value_doc:meta])* $value:ident = $text:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
+        pub(crate) enum $name {
+            $($(#[$value_doc])* $value,)*
+        }
+
+        impl $name {
+            const ALL: &[Self] = &[$(Self::$value),*];
+        }
+
+        impl EncodeLabelValue for $name {
+            fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+                EncodeLabelValue::encode(&match self { $(Self::$value => $text,)* }, encoder)
+            }
+        }
+    };
 }
 
-/// Which kind of connection.
-#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq, EncodeLabelValue)]
-pub(crate) enum Connection {
-    Control,
-    Data,
+label! {
+    /// Why somebody was turned away.
+    Stranger {
+        /// Neither TLS nor a data connection.
+        Protocol = "protocol",
+        /// No certificate, or one that does not pass.
+        Certificate = "certificate",
+        /// No valid token.
+        Token = "token",
+        /// Took too long to say who it is, or made room for others.
+        Unidentified = "unidentified",
+        /// Too many connections.
+        Limit = "limit",
+    }
 }
 
-/// What became of a request for a slab.
-#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq, EncodeLabelValue)]
-pub(crate) enum Outcome {
-    Granted,
-    Refused,
+label! {
+    /// Which kind of connection.
+    Connection {
+        Control = "control",
+        Data = "data",
+    }
 }
 
-/// What a data request did.
-#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq, EncodeLabelValue)]
-pub(crate) enum Operation {
-    Read,
-    Write,
-    Refused,
+label! {
+    /// What became of a request for a slab.
+    Outcome {
+        Granted = "granted",
+        Refused = "refused",
+    }
+}
+
+label! {
+    /// What a data request did.
+    Operation {
+        Read = "read",
+        Write = "write",
+        Refused = "refused",
+    }
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -106,6 +131,25 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
+    /// Everything at zero; what can be counted is shown from the start.
+    pub(crate) fn new() -> Self {
+        let metrics = Self::default();
+        for reason in Stranger::ALL.iter().copied() {
+            drop(metrics.strangers.get_or_create(&Reason { reason }));
+        }
+        for connection in Connection::ALL.iter().copied() {
+            drop(metrics.bad_frames.get_or_create(&On { connection }));
+            drop(metrics.connections.get_or_create(&On { connection }));
+        }
+        for outcome in Outcome::ALL.iter().copied() {
+            drop(metrics.leases.get_or_create(&With { outcome }));
+        }
+        for operation in Operation::ALL.iter().copied() {
+            drop(metrics.data_requests.get_or_create(&Of { operation }));
+        }
+        metrics
+    }
+
     pub(crate) fn count_stranger(&self, reason: Stranger) {
         self.strangers.get_or_create(&Reason { reason }).inc();
     }

@@ -107,7 +107,7 @@ impl Server {
         let hall = Arc::new(Hall {
             desk: Desk {
                 ledger: Arc::new(ledger),
-                metrics: Metrics::default(),
+                metrics: Metrics::new(),
             },
             tls,
             lobby: Lobby::new(config.max_strangers),

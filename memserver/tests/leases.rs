@@ -11,7 +11,9 @@ use outram_wire::server::{Refusal, Reply, Request, ServerMessage, SlabId};
 
 /// Bytes that differ from place to place.
 fn pattern(seed: u8, length: usize) -> Vec<u8> {
-    (0..length).map(|at| seed ^ ((at * 31) >> 3) as u8).collect()
+    (0..length)
+        .map(|at| seed ^ ((at * 31) >> 3) as u8)
+        .collect()
 }
 
 #[test]

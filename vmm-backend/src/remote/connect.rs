@@ -106,7 +106,7 @@ impl Dialer {
         }
         let page = outram_wire::units::PAGE_SIZE as u64;
         let size = welcome.slab_bytes;
-        if size == 0 || size % page != 0 || u32::try_from(size).is_err() {
+        if size == 0 || !size.is_multiple_of(page) || u32::try_from(size).is_err() {
             return Err(self.protocol(format!("slabs of {size} bytes")));
         }
         if welcome.lease_timeout_ms == 0 {

@@ -1,0 +1,259 @@
+//! The program itself: its options, its signals, its last words.
+#![allow(missing_docs)]
+
+mod client;
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+
+use client::{Client, Pki, SLAB, eventually, metric, scrape, vm};
+use outram_wire::server::{Reply, Request, ServerMessage};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_outram-memserver");
+
+struct Process {
+    child: Child,
+    address: SocketAddr,
+    metrics: SocketAddr,
+}
+
+impl Process {
+    fn start(pki: &Pki, options: &[&str]) -> Self {
+        let files = &pki.server;
+        let mut child = Command::new(PROGRAM)
+            .args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
+            .args(["--slab-size", "1MiB", "--tls-ca"])
+            .arg(&files.ca)
+            .arg("--tls-cert")
+            .arg(&files.cert)
+            .arg("--tls-key")
+            .arg(&files.key)
+            .args(options)
+            .env("RUST_LOG", "info")
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program runs");
+        let mut lines = BufReader::new(child.stderr.take().expect("piped")).lines();
+        let mut find = |what: &str| {
+            let line = lines.find_map(|line| line.ok().filter(|line| line.contains(what)));
+            let line = line.unwrap_or_else(|| panic!("no '{what}' in its log"));
+            let address = line.split("address=").nth(1).expect("an address");
+            let address = address.split(' ').next().expect("a word");
+            address.parse().expect("an address")
+        };
+        let (address, metrics) = (find("lending"), find("metrics"));
+        // What it says later must not block it.
+        std::thread::spawn(move || lines.for_each(drop));
+        Self {
+            child,
+            address,
+            metrics,
+        }
+    }
+
+    fn signal(&self, name: &str) {
+        let sent = Command::new("kill")
+            .args(["-s", name, &self.child.id().to_string()])
+            .status();
+        assert!(sent.expect("kill runs").success());
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn run(arguments: &[&str]) -> (bool, String) {
+    let output = Command::new(PROGRAM).args(arguments).output();
+    let output = output.expect("the program runs");
+    let both = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8(both).expect("text");
+    (output.status.success(), text)
+}
+
+#[test]
+fn sigterm_ends_it_gracefully() {
+    for signal in ["TERM", "INT"] {
+        let pki = Pki::new();
+        let mut process = Process::start(&pki, &["--memory", "4MiB"]);
+        let mut client = Client::connect(process.address, &pki.client, vm(1), 1).expect("in");
+        client.ask(Request::Reserve { bytes: SLAB });
+        let slab = client.lease();
+        let mut data = client.data();
+        data.write(slab, 0, &[1; 4096]);
+        process.signal(signal);
+        let last = client::receive(&mut client.channel).expect("a last word");
+        assert_eq!(last, ServerMessage::Closing);
+        assert!(data.is_over());
+        assert!(process.child.wait().expect("it ends").success());
+    }
+}
+
+#[test]
+fn sighup_changes_what_is_lent() {
+    let pki = Pki::new();
+    let file = pki.dir.path().join("memserver.toml");
+    fs::write(&file, "memory = \"4MiB\"\n").expect("written");
+    let process = Process::start(&pki, &["--config", file.to_str().expect("text")]);
+    let mut client = Client::connect(process.address, &pki.client, vm(1), 1).expect("in");
+    client.ask(Request::Reserve { bytes: 2 * SLAB });
+    let slabs = [client.lease(), client.lease()];
+    // A mistake changes nothing.
+    fs::write(&file, "memory = \"lots\"\n").expect("written");
+    process.signal("HUP");
+    fs::write(&file, "memory = \"1MiB\"\n").expect("written");
+    process.signal("HUP");
+    eventually("a slab is wanted back", || {
+        assert_eq!(client.ask(Request::Renew), Reply::Done);
+        client.unasked == [ServerMessage::Vacate { slab: slabs[1] }]
+    });
+    client.release(slabs[1]);
+    let page = scrape(process.metrics);
+    assert_eq!(metric(&page, "outram_memserver_memory_bytes"), SLAB);
+    assert_eq!(metric(&page, "outram_memserver_leased_bytes"), SLAB);
+    assert_eq!(metric(&page, "outram_memserver_vacate_requests_total"), 1);
+}
+
+#[test]
+fn metrics_have_these_names() {
+    let pki = Pki::new();
+    let process = Process::start(&pki, &["--memory", "4MiB"]);
+    let mut client = Client::connect(process.address, &pki.client, vm(1), 1).expect("in");
+    client.ask(Request::Reserve { bytes: SLAB });
+    let page = scrape(process.metrics);
+    let vm = vm(1);
+    let own = format!("outram_memserver_client_reserved_bytes{{client=\"client\",vm=\"{vm}\"}}");
+    assert_eq!(metric(&page, &own), SLAB);
+    let mut names: Vec<&str> = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE "))
+        .collect();
+    names.sort_unstable();
+    let expected = [
+        "outram_memserver_bad_frames counter",
+        "outram_memserver_client_leased_bytes gauge",
+        "outram_memserver_client_reserved_bytes gauge",
+        "outram_memserver_connections gauge",
+        "outram_memserver_data_requests counter",
+        "outram_memserver_expired_sessions counter",
+        "outram_memserver_expired_slabs counter",
+        "outram_memserver_leased_bytes gauge",
+        "outram_memserver_leases counter",
+        "outram_memserver_memory_bytes gauge",
+        "outram_memserver_read_bytes counter",
+        "outram_memserver_refused_strangers counter",
+        "outram_memserver_released_slabs counter",
+        "outram_memserver_reserved_bytes gauge",
+        "outram_memserver_vacate_requests counter",
+        "outram_memserver_written_bytes counter",
+    ];
+    assert_eq!(names, expected);
+}
+
+#[test]
+fn memory_is_the_systems_until_it_is_written_and_after_it_is_released() {
+    let pki = Pki::new();
+    let process = Process::start(&pki, &["--memory", "64MiB"]);
+    let resident = || {
+        let status = fs::read_to_string(format!("/proc/{}/status", process.child.id()));
+        let status = status.expect("it runs");
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+        kib.and_then(|kib| kib.trim().parse::<u64>().ok())
+            .expect("a number")
+    };
+    let mut client = Client::connect(process.address, &pki.client, vm(1), 1).expect("in");
+    client.ask(Request::Reserve { bytes: 32 * SLAB });
+    let slabs: Vec<_> = (0..32).map(|_| client.lease()).collect();
+    let mut data = client.data();
+    let before = resident();
+    for slab in &slabs {
+        data.write(*slab, 0, &vec![7; SLAB as usize]);
+    }
+    assert!(resident() >= before + 32 * 1024);
+    for slab in slabs {
+        client.release(slab);
+    }
+    assert!(resident() < before + 8 * 1024);
+}
+
+#[test]
+fn mistakes_at_the_start_are_told_with_their_cure() {
+    let pki = Pki::new();
+    let path = |path: &std::path::Path| path.to_str().expect("text").to_owned();
+    let (ca, cert) = (path(&pki.server.ca), path(&pki.server.cert));
+    let (key, client_key) = (path(&pki.server.key), path(&pki.client.key));
+    let client_cert = path(&pki.client.cert);
+    let options = |cert: &str, key: &str, more: &[&str]| {
+        let tls = ["--tls-ca", &ca, "--tls-cert", cert, "--tls-key", key];
+        let arguments: Vec<&str> = tls.iter().chain(more).copied().collect();
+        let (success, text) = run(&arguments);
+        assert!(!success, "{text}");
+        text
+    };
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let taken = taken.local_addr().expect("bound").to_string();
+    let typo = pki.dir.path().join("typo.toml");
+    fs::write(&typo, "memory = \"1GiB\"\nlisten-on = \"x\"\n").expect("written");
+    let whole = ["--listen", "127.0.0.1:0", "--memory", "1GiB"];
+    for (text, words) in [
+        (options(&cert, &key, &[]), "--listen"),
+        (options(&cert, &key, &whole[..2]), "memory is not set"),
+        (
+            options(&cert, &client_key, &whole),
+            "does not fit the certificate",
+        ),
+        (options(&client_cert, &client_key, &whole), "wrong kind"),
+        (
+            options("/nonexistent", &key, &whole),
+            "make it with 'outram pki'",
+        ),
+        (
+            options(&key, &key, &whole),
+            "holds no certificate in PEM form",
+        ),
+        (
+            options(&cert, &key, &["--listen", &taken, "--memory", "1G"]),
+            "choose a free port",
+        ),
+        (options(&cert, &key, &["--memory", "1.5G"]), "is not a size"),
+        (
+            options(&cert, &key, &["--memory", "1M", "--listen", "127.0.0.1:0"]),
+            "less than a slab",
+        ),
+        (
+            options(&cert, &key, &["--config", &path(&typo)]),
+            "unknown field `listen-on`",
+        ),
+    ] {
+        assert!(text.contains(words), "'{words}' is not in: {text}");
+        assert!(!text.contains("panicked"), "{text}");
+    }
+}
+
+#[test]
+fn help_names_every_option() {
+    let (success, text) = run(&["--help"]);
+    assert!(success);
+    for option in [
+        "--config",
+        "--listen",
+        "--memory",
+        "--slab-size",
+        "--tls-ca",
+        "--tls-cert",
+        "--tls-key",
+        "--lease-timeout",
+        "--metrics",
+        "SIGHUP",
+    ] {
+        assert!(text.contains(option), "{option} is not in:\n{text}");
+    }
+}
