@@ -141,7 +141,7 @@ pub struct StagedPage {
 }
 
 /// Names a pin request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PinId(pub u64);
 
 /// Why pages could not be pinned.

@@ -172,6 +172,13 @@ impl<P: Ports> Shard<P> {
             .count() as u64
     }
 
+    /// Whether a fault on the page waits for an answer.
+    pub fn awaits(&self, page: PageIndex) -> bool {
+        self.pending
+            .get(&page)
+            .is_some_and(|pending| pending.fault.is_some())
+    }
+
     /// Whether something has to be tried again soon.
     pub fn has_retries(&self) -> bool {
         !self.retries.is_empty()
@@ -299,6 +306,20 @@ impl<P: Ports> Shard<P> {
     /// The mapping of these pages is in doubt: nothing of them may be evicted until thawed.
     pub fn freeze(&mut self, run: PageRun) {
         self.frozen.push(run);
+        // A new mapping has none of the old one's write protection: stores to it go unnoticed,
+        // and only the pages' tags tell whether they changed.
+        for page in run.pages() {
+            let entry = self.shared.table.load(page);
+            if entry.state == State::Resident && entry.protected {
+                self.set(
+                    page,
+                    Entry {
+                        protected: false,
+                        ..entry
+                    },
+                );
+            }
+        }
     }
 
     /// All mappings are known again.

@@ -8,6 +8,11 @@ use crate::engine::StagedPage;
 const MOVES_MOST: usize = 16;
 
 impl<P: Ports> Shard<P> {
+    /// Pages on their way out of slabs that their server wants back.
+    pub fn moves(&self) -> usize {
+        self.moving.len()
+    }
+
     /// A group of slabs is wanted back. Nothing new is placed in it already.
     pub fn on_vacate(&mut self, group: u32) {
         for page in self.range.pages() {

@@ -1,0 +1,107 @@
+//! The engine in a simulated world: a kernel, a guest, memory servers and an operator, all of
+//! which may do anything at any moment that they may do in reality. One seed determines all.
+//!
+//! After each step the design's invariants are checked over the whole world (`checks.rs`). That
+//! each check catches something is tested, too: the world is broken in one way after the other
+//! (`sabotage.rs`), and the check has to find it.
+//!
+//! `OUTRAM_SIM_SEED=7 OUTRAM_SIM_STEPS=1000000 cargo test -p outram-backend --test simulation`
+//! runs one seed for longer.
+
+#[path = "simulation/checks.rs"]
+mod checks;
+#[path = "simulation/contents.rs"]
+mod contents;
+#[path = "simulation/guest.rs"]
+mod guest;
+#[path = "simulation/ports.rs"]
+mod ports;
+#[path = "simulation/random.rs"]
+mod random;
+#[path = "simulation/sabotage.rs"]
+mod sabotage;
+#[path = "simulation/servers.rs"]
+mod servers;
+#[path = "simulation/steps.rs"]
+mod steps;
+#[path = "simulation/world.rs"]
+mod world;
+
+use sabotage::Sabotage;
+use steps::Simulation;
+use world::Violation;
+
+/// Steps of the default run, over all seeds.
+const STEPS: u64 = 240_000;
+const SEEDS: u64 = 8;
+/// Steps between two times at which everything is let come to rest.
+const STEPS_UNTIL_QUIET: u64 = 3_000;
+
+fn from_environment(name: &str) -> Option<u64> {
+    let value = std::env::var(name).ok()?;
+    match value.parse() {
+        Ok(number) => Some(number),
+        Err(error) => panic!("{name}={value} is not a number: {error}"),
+    }
+}
+
+/// Runs a world; where it fails, says at which step.
+fn run(seed: u64, steps: u64, sabotage: Option<Sabotage>) -> Result<Simulation, (u64, Violation)> {
+    let mut simulation = Simulation::new(seed, sabotage);
+    for step in 1..=steps {
+        simulation.step().map_err(|violation| (step, violation))?;
+        if step % STEPS_UNTIL_QUIET == 0 {
+            simulation.settle().map_err(|violation| (step, violation))?;
+        }
+    }
+    Ok(simulation)
+}
+
+/// Prints what to run again, also where the engine panics.
+struct Announce(u64, u64);
+
+impl Drop for Announce {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!(
+                "run it again with OUTRAM_SIM_SEED={} OUTRAM_SIM_STEPS={}",
+                self.0, self.1
+            );
+        }
+    }
+}
+
+#[test]
+fn invariants_hold_after_each_step() {
+    let (seeds, steps) = match from_environment("OUTRAM_SIM_SEED") {
+        Some(seed) => (
+            seed..seed + 1,
+            from_environment("OUTRAM_SIM_STEPS").unwrap_or(STEPS),
+        ),
+        None => (
+            0..SEEDS,
+            from_environment("OUTRAM_SIM_STEPS").unwrap_or(STEPS) / SEEDS,
+        ),
+    };
+    for seed in seeds {
+        let _announce = Announce(seed, steps);
+        match run(seed, steps, None) {
+            Ok(simulation) => simulation.assert_lively(steps),
+            Err((step, Violation { check, what })) => panic!("step {step}: {check:?}: {what}"),
+        }
+    }
+}
+
+#[test]
+fn each_check_finds_what_it_is_for() {
+    for (sabotage, checks) in Sabotage::ALL {
+        let found = (0..8).find_map(|seed| run(seed, 30_000, Some(*sabotage)).err());
+        match found {
+            Some((_, violation)) => assert!(
+                checks.contains(&violation.check),
+                "{sabotage:?} was found by the wrong check: {violation:?}"
+            ),
+            None => panic!("{sabotage:?} was not found"),
+        }
+    }
+}

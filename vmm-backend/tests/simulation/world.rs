@@ -1,0 +1,257 @@
+//! The world that the engine runs in: guest memory as the kernel keeps it, vCPUs that wait in
+//! faults, the queues of messages, and what each page may hold.
+//!
+//! The kernel's part follows `fs/userfaultfd.c` and `mm/shmem.c`: messages of faults are read
+//! before events; a wake ends every wait in its range, read or unread; COPY and its kin fail with
+//! EAGAIN from the queueing of a REMOVE until its caller has gone on; COPY onto a page that is
+//! there fails with EEXIST and wakes nobody; the protection of a page outlives its punching.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use outram_backend::engine::eviction::Run;
+use outram_backend::engine::shard::Fault;
+use outram_backend::engine::{PageIndex, PageRun, PinId, PinRefused, SharedRef, StagedPage};
+
+use crate::contents::{Contents, Store};
+use crate::random::Random;
+use crate::sabotage::Sabotage;
+use crate::servers::{LiveFetch, Servers};
+
+pub(crate) const SHARDS: usize = 3;
+pub(crate) const SHARD_PAGES: u32 = 64;
+pub(crate) const PAGES: u32 = SHARDS as u32 * SHARD_PAGES;
+pub(crate) const STAGING_MOST: u32 = 64;
+pub(crate) const LIMIT_FIRST: u64 = 80;
+
+/// Which check failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Check {
+    /// A page's bytes, wherever they are, are not those last stored.
+    WrongBytes,
+    /// A page has no copy to be answered from.
+    NoCopy,
+    /// Somebody waits whom nobody knows.
+    LostWakeUp,
+    /// All is quiet, but somebody waits or the limit is not reached.
+    Stuck,
+    /// Pages counted are not those that are there.
+    Budget,
+    /// Staging slots in use are not those held, or exceed the capacity.
+    Staging,
+    /// Gauges are not a recount of the table.
+    Gauges,
+    /// Slots in use or kept are not those held.
+    Slots,
+    /// The table believes in a protection that the kernel does not have.
+    Protection,
+    /// A page is lost without a cause.
+    LostWithoutCause,
+    /// A lost page was answered.
+    LostAnswered,
+    /// The only copy outside a server was given up while that was out of reach.
+    UnsafeDrop,
+    /// A page is in memory that the table believes elsewhere.
+    Stray,
+    /// A pinned page is not there.
+    PinnedHole,
+}
+
+/// A check that failed.
+#[derive(Clone, Debug)]
+pub(crate) struct Violation {
+    pub(crate) check: Check,
+    pub(crate) what: String,
+}
+
+/// Fails a check.
+pub(crate) fn fail<T>(check: Check, what: impl Into<String>) -> Result<T, Violation> {
+    Err(Violation {
+        check,
+        what: what.into(),
+    })
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Access {
+    pub(crate) page: u32,
+    pub(crate) store: Option<Store>,
+}
+
+/// A vCPU: what it is about to do, and whether it waits in a fault.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Vcpu {
+    pub(crate) access: Option<Access>,
+    pub(crate) waits: bool,
+    pub(crate) place: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FaultMessage {
+    pub(crate) vcpu: usize,
+    pub(crate) page: u32,
+    pub(crate) fault: Fault,
+}
+
+/// What a shard's owner has read and not yet dealt with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Message {
+    Fault(FaultMessage),
+    Removed(PageRun),
+}
+
+/// One shard's descriptor, and its reader's batch.
+#[derive(Debug, Default)]
+pub(crate) struct Uffd {
+    pub(crate) faults: VecDeque<FaultMessage>,
+    pub(crate) events: VecDeque<PageRun>,
+    /// REMOVEs queued whose callers have not gone on: `mmap_changing`.
+    pub(crate) changing: u32,
+    /// REMOVEs read whose callers are about to go on.
+    pub(crate) returning: u32,
+    /// Pages punched whose REMOVE is not queued yet.
+    pub(crate) punched: Vec<PageRun>,
+    pub(crate) inbox: VecDeque<Message>,
+    pub(crate) frozen: Option<PageRun>,
+}
+
+/// A run out at an evictor.
+#[derive(Debug)]
+pub(crate) struct OutRun {
+    pub(crate) shard: usize,
+    pub(crate) run: Run,
+    pub(crate) steps: u32,
+}
+
+#[derive(Debug)]
+pub(crate) struct DeviceRequest {
+    pub(crate) shard: usize,
+    pub(crate) run: PageRun,
+    pub(crate) write: bool,
+    pub(crate) granted: bool,
+    pub(crate) accesses_left: u32,
+}
+
+pub(crate) struct World {
+    pub(crate) random: Random,
+    pub(crate) clock_us: u64,
+    pub(crate) shared: SharedRef,
+    /// The memfd.
+    pub(crate) memory: Vec<Option<Contents>>,
+    /// Write protection of the guest's mapping.
+    pub(crate) protected: Vec<bool>,
+    /// What each page may hold: one, but for pages being discarded.
+    pub(crate) allowed: Vec<Vec<Contents>>,
+    /// Discards of each page that the engine has not dealt with.
+    pub(crate) discarding: Vec<u32>,
+    /// Of those, the ones that end with the page's run.
+    pub(crate) deferred: Vec<u32>,
+    /// Pages whose stored copy the world has destroyed or damaged.
+    pub(crate) may_be_lost: BTreeSet<u32>,
+    pub(crate) vcpus: Vec<Vcpu>,
+    pub(crate) uffds: Vec<Uffd>,
+    pub(crate) staging: Vec<Option<Contents>>,
+    pub(crate) runs: Vec<OutRun>,
+    pub(crate) orders: VecDeque<(usize, StagedPage)>,
+    pub(crate) servers: Servers,
+    pub(crate) live_fetches: BTreeMap<u32, LiveFetch>,
+    pub(crate) alerted: [bool; SHARDS],
+    pub(crate) pin_answers: Vec<(PinId, Result<(), PinRefused>)>,
+    pub(crate) device: BTreeMap<PinId, DeviceRequest>,
+    /// Pinned pages, and those asked to be.
+    pub(crate) device_pages: Vec<u32>,
+    pub(crate) zero: Contents,
+    pub(crate) sabotage: Option<Sabotage>,
+    /// Protections that a sabotaged evictor lifts when it is too late.
+    pub(crate) late_lifts: Vec<PageRun>,
+    /// The operator's limit.
+    pub(crate) limit: u64,
+    /// Staging slots with memory before the step.
+    pub(crate) backed_before: u64,
+}
+
+/// The shard of a page.
+pub(crate) fn shard_of(page: u32) -> usize {
+    (page / SHARD_PAGES) as usize
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, shared: SharedRef, sabotage: Option<Sabotage>) -> Self {
+        let zero = Contents::filled(0);
+        Self {
+            random: Random::new(seed),
+            clock_us: 0,
+            shared,
+            memory: vec![None; PAGES as usize],
+            protected: vec![false; PAGES as usize],
+            allowed: vec![vec![zero.clone()]; PAGES as usize],
+            discarding: vec![0; PAGES as usize],
+            deferred: vec![0; PAGES as usize],
+            may_be_lost: BTreeSet::new(),
+            vcpus: vec![Vcpu::default(); 6],
+            uffds: (0..SHARDS).map(|_| Uffd::default()).collect(),
+            staging: vec![None; STAGING_MOST as usize],
+            runs: Vec::new(),
+            orders: VecDeque::new(),
+            servers: Servers::new(),
+            live_fetches: BTreeMap::new(),
+            alerted: [false; SHARDS],
+            pin_answers: Vec::new(),
+            device: BTreeMap::new(),
+            device_pages: vec![0; PAGES as usize],
+            zero,
+            sabotage,
+            late_lifts: Vec::new(),
+            limit: LIMIT_FIRST,
+            backed_before: 0,
+        }
+    }
+
+    pub(crate) fn is(&self, sabotage: Sabotage) -> bool {
+        self.sabotage == Some(sabotage)
+    }
+
+    pub(crate) fn is_changing(&self, shard: usize) -> bool {
+        self.uffds[shard].changing > 0
+    }
+
+    /// Ends every wait in a range, and forgets messages not yet read.
+    pub(crate) fn wake(&mut self, run: PageRun) {
+        for (number, vcpu) in self.vcpus.iter_mut().enumerate() {
+            let in_range = |access: Access| run.contains(PageIndex(access.page));
+            if vcpu.waits && vcpu.access.is_some_and(in_range) {
+                vcpu.waits = false;
+                let uffd = &mut self.uffds[shard_of(run.first.0)];
+                uffd.faults.retain(|message| message.vcpu != number);
+            }
+        }
+    }
+
+    /// The owner reads messages: faults first, as the kernel gives them.
+    pub(crate) fn read_messages(&mut self, shard: usize, most: usize) {
+        for _ in 0..most {
+            let uffd = &mut self.uffds[shard];
+            if let Some(message) = uffd.faults.pop_front() {
+                uffd.inbox.push_back(Message::Fault(message));
+            } else if let Some(run) = uffd.events.pop_front() {
+                uffd.inbox.push_back(Message::Removed(run));
+                uffd.returning += 1;
+            }
+        }
+    }
+
+    /// The callers of REMOVEs that were read go on.
+    pub(crate) fn return_from_discards(&mut self, shard: usize) {
+        let uffd = &mut self.uffds[shard];
+        uffd.changing -= uffd.returning;
+        uffd.returning = 0;
+    }
+
+    /// The mapping of a range is replaced: its protections are gone, its pages are not. The VMM
+    /// does so while its vCPUs stand still.
+    pub(crate) fn remap(&mut self, run: PageRun) {
+        for page in run.pages() {
+            self.protected[page.0 as usize] = false;
+        }
+        self.wake(run);
+    }
+}
