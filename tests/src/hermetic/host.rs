@@ -1,6 +1,7 @@
 //! The private machine: mounts that hide the real one's state, and Debian's own daemons on top.
 
 use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
@@ -93,23 +94,37 @@ impl Host {
 
     /// Makes certificates and settings as an operator would, and installs the hook.
     pub fn set_up_outram(&self) -> Result<()> {
-        for arguments in [
-            vec!["pki", "init", "--dir", PKI],
-            vec![
-                "pki",
-                "issue",
-                "--dir",
-                PKI,
-                "server",
+        let dir = Path::new(PKI);
+        outram_wire::pki::init(dir)?;
+        for (kind, name, addresses) in [
+            (
+                outram_wire::pki::Kind::Server,
                 "memserver",
-                "--san",
-                "127.0.0.1",
-            ],
-            vec!["pki", "issue", "--dir", PKI, "client", "host"],
+                vec!["127.0.0.1".to_owned()],
+            ),
+            (outram_wire::pki::Kind::Client, "host", vec![]),
         ] {
-            self.outram_ok(&arguments)?;
+            outram_wire::pki::issue(
+                dir,
+                &outram_wire::pki::Order {
+                    kind,
+                    name,
+                    addresses: &addresses,
+                    days: 10,
+                },
+            )?;
         }
-        self.outram_ok(&["setup"])?;
+        fs::create_dir_all("/etc/libvirt/hooks/qemu.d")?;
+        fs::create_dir_all("/run/outram")?;
+        run(
+            "ln",
+            &[
+                "-s",
+                &self.program("outram-libvirt-hook")?,
+                "/etc/libvirt/hooks/qemu.d/outram",
+            ],
+        )?;
+        run("kill", &["-HUP", &self.libvirtd_pid()?.to_string()])?;
         let settings = format!(
             "tls-ca = \"{PKI}/ca.pem\"\ntls-cert = \"{PKI}/host.pem\"\ntls-key = \"{PKI}/host.key\"\n"
         );
@@ -200,6 +215,7 @@ fn hide_the_machine() -> Result<()> {
     run("ip", &["link", "set", "lo", "up"])?;
     run("mount", &["-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run"])?;
     show_own_sysfs()?;
+    hide_kvm()?;
     fs::create_dir_all("/run/lock")?;
     run("cp", &["-aT", "/etc", "/run/etc"])?;
     run("mount", &["--bind", "/run/etc", "/etc"])?;
@@ -212,6 +228,40 @@ fn hide_the_machine() -> Result<()> {
         )?;
     }
     fs::create_dir_all("/var/log/libvirt/qemu")?;
+    Ok(())
+}
+
+/// Guests are emulated, so that tests are the same everywhere. Where `/dev/kvm` exists but QEMU's user
+/// may not open it, libvirt 9.0 would examine QEMU anew at every step, for seconds: so there is a
+/// /dev without it. (A mount over the node would not do: libvirt carries mounts below /dev along.)
+fn hide_kvm() -> Result<()> {
+    if !Path::new("/dev/kvm").exists() {
+        return Ok(());
+    }
+    fs::create_dir_all("/run/dev")?;
+    run(
+        "mount",
+        &["-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run/dev"],
+    )?;
+    let own = fs::metadata("/dev")?.dev();
+    for entry in fs::read_dir("/dev")? {
+        let entry = entry?;
+        let (path, name) = (entry.path(), entry.file_name());
+        let from = path.display().to_string();
+        let to = format!("/run/dev/{}", name.to_string_lossy());
+        if name == "kvm" {
+            continue;
+        } else if entry.metadata()?.dev() != own {
+            fs::create_dir(&to)?;
+            run("mount", &["--rbind", &from, &to])?;
+        } else {
+            run("cp", &["-a", &from, &to])?;
+        }
+    }
+    // What lay there must go: libvirt would try to carry along mounts that are only covered.
+    // One process does both: in between there is no /dev/null to start another with.
+    let swap = "umount --lazy /dev 2>/dev/null; mount --move /run/dev /dev";
+    run("bash", &["-c", swap])?;
     Ok(())
 }
 

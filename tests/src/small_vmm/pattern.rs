@@ -1,0 +1,225 @@
+//! What vCPUs write and expect: every word of a page follows from the page's number and from a
+//! version that rises with each rewrite, so that a stale page is a mismatch.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use outram_wire::units::PAGE_SIZE;
+use serde_json::{Value, json};
+use vm_memory::{Bytes, VolatileSlice};
+
+use super::ram::{Block, Ram};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+const WORDS: usize = PAGE_SIZE / 8;
+
+/// The versions of pages; 0 is a page never written, which reads as zeros.
+#[derive(Default)]
+pub(super) struct Versions(std::sync::RwLock<Vec<Arc<AtomicU32>>>);
+
+impl Versions {
+    /// Makes room for this many pages.
+    pub(super) fn grow(&self, pages: u64) {
+        let mut versions = self.0.write().expect("no holder panics");
+        versions.resize_with(pages as usize, Arc::default);
+    }
+
+    fn of(&self, page: u64) -> Result<Arc<AtomicU32>> {
+        let versions = self.0.read().expect("no holder panics");
+        versions
+            .get(page as usize)
+            .cloned()
+            .with_context(|| format!("there is no page {page}"))
+    }
+}
+
+/// A stretch of pages as one vCPU uses it; others leave it alone meanwhile.
+pub(super) struct Stretch {
+    first: u64,
+    pages: Vec<(Arc<Block>, u64, Arc<AtomicU32>)>,
+}
+
+/// What was found.
+#[derive(Default)]
+struct Tally {
+    checked: u64,
+    rewritten: u64,
+    mismatches: u64,
+    /// The first page that did not match.
+    first_bad: Option<u64>,
+}
+
+impl Stretch {
+    pub(super) fn new(ram: &Ram, versions: &Versions, first: u64, pages: u64) -> Result<Self> {
+        ensure!(pages > 0, "a stretch has at least one page");
+        let pages = (first..first + pages)
+            .map(|page| {
+                let (block, offset) = ram.find(page * PAGE, PAGE)?;
+                Ok((block, offset / PAGE, versions.of(page)?))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { first, pages })
+    }
+
+    /// Writes every page anew.
+    pub(super) fn fill(&self) -> Result<Value> {
+        let started = Instant::now();
+        for index in 0..self.pages.len() {
+            self.rewrite(index)?;
+        }
+        let us = started.elapsed().as_micros() as u64;
+        Ok(json!({"pages": self.pages.len(), "us": us}))
+    }
+
+    /// Reads every page.
+    pub(super) fn verify(&self) -> Result<Value> {
+        let started = Instant::now();
+        let mut tally = Tally::default();
+        for index in 0..self.pages.len() {
+            self.check(index, &mut tally)?;
+        }
+        Ok(tally.report(started))
+    }
+
+    /// Reads, or writes without changing anything, one word of every page.
+    pub(super) fn touch(&self, write: bool) -> Result<Value> {
+        let started = Instant::now();
+        for (block, page, _) in &self.pages {
+            let slice = block.page(*page)?;
+            let word: u64 = slice.load(0, Ordering::Relaxed)?;
+            if write {
+                slice.store(word, 0, Ordering::Relaxed)?;
+            }
+        }
+        let us = started.elapsed().as_micros() as u64;
+        Ok(json!({"pages": self.pages.len(), "us": us}))
+    }
+
+    /// Picks pages at random, verifies each and rewrites a share of them, for a time.
+    pub(super) fn work(&self, seconds: f64, write_share: f64, seed: u64) -> Result<Value> {
+        let started = Instant::now();
+        let duration = Duration::try_from_secs_f64(seconds)?;
+        let mut tally = Tally::default();
+        let mut random = Random(seed);
+        let threshold = (write_share.clamp(0.0, 1.0) * f64::from(u32::MAX)) as u64;
+        while started.elapsed() < duration {
+            let index = (random.next() % self.pages.len() as u64) as usize;
+            self.check(index, &mut tally)?;
+            if random.next() & u64::from(u32::MAX) < threshold {
+                self.rewrite(index)?;
+                tally.rewritten += 1;
+            }
+        }
+        Ok(tally.report(started))
+    }
+
+    /// Notes that the pages were given back.
+    pub(super) fn forget(&self) {
+        for (_, _, version) in &self.pages {
+            version.store(0, Ordering::Relaxed);
+        }
+    }
+
+    fn rewrite(&self, index: usize) -> Result<()> {
+        let (block, page, version) = &self.pages[index];
+        let next = version.load(Ordering::Relaxed).wrapping_add(1).max(1);
+        version.store(next, Ordering::Relaxed);
+        let slice = block.page(*page)?;
+        let key = key(self.first + index as u64, next);
+        for word in 0..WORDS {
+            let value = expected(key, word);
+            slice.store(value, word * 8, Ordering::Relaxed)?;
+        }
+        Ok(())
+    }
+
+    fn check(&self, index: usize, tally: &mut Tally) -> Result<()> {
+        let (block, page, version) = &self.pages[index];
+        let version = version.load(Ordering::Relaxed);
+        let number = self.first + index as u64;
+        let slice = block.page(*page)?;
+        tally.checked += 1;
+        if !matches(&slice, number, version)? {
+            tally.mismatches += 1;
+            tally.first_bad.get_or_insert(number);
+        }
+        Ok(())
+    }
+}
+
+impl Tally {
+    fn report(&self, started: Instant) -> Value {
+        json!({
+            "checked": self.checked,
+            "rewritten": self.rewritten,
+            "mismatches": self.mismatches,
+            "first_bad": self.first_bad,
+            "us": started.elapsed().as_micros() as u64,
+        })
+    }
+}
+
+fn matches(slice: &VolatileSlice<'_>, page: u64, version: u32) -> Result<bool> {
+    let key = key(page, version);
+    for word in 0..WORDS {
+        let found: u64 = slice.load(word * 8, Ordering::Relaxed)?;
+        let wanted = match version {
+            0 => 0,
+            _ => expected(key, word),
+        };
+        if found != wanted {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn key(page: u64, version: u32) -> u64 {
+    Random(page << 32 ^ u64::from(version)).next()
+}
+
+fn expected(key: u64, word: usize) -> u64 {
+    key.wrapping_add(word as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// SplitMix64 (Steele, Lea, Flood 2014): small, and any seed will do.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stale_and_foreign_pages_are_mismatches() {
+        let ram = Ram::default();
+        ram.plug(8 * PAGE).expect("memory");
+        let versions = Versions::default();
+        versions.grow(8);
+        let stretch = Stretch::new(&ram, &versions, 0, 8).expect("within");
+        let bad = |stretch: &Stretch| stretch.verify().expect("within")["mismatches"].clone();
+        assert_eq!(bad(&stretch), 0);
+        stretch.fill().expect("within");
+        assert_eq!(bad(&stretch), 0);
+        let old = ram.read(3 * PAGE, PAGE).expect("within");
+        stretch.fill().expect("within");
+        ram.write(3 * PAGE, &old).expect("within");
+        assert_eq!(bad(&stretch), 1);
+        ram.discard(0, 8).expect("within");
+        assert_eq!(bad(&stretch), 8);
+        stretch.forget();
+        assert_eq!(bad(&stretch), 0);
+        assert!(Stretch::new(&ram, &versions, 4, 5).is_err());
+    }
+}
