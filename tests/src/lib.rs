@@ -1,3 +1,4 @@
 //! What Outram's end-to-end tests, fault injection and demo are made of.
 
 pub mod hermetic;
+pub mod small_vmm;

@@ -181,7 +181,8 @@ fn key(page: u64, version: u32) -> u64 {
 }
 
 fn expected(key: u64, word: usize) -> u64 {
-    key.wrapping_add(word as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    key.wrapping_add(word as u64)
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): small, and any seed will do.

@@ -127,8 +127,7 @@ impl Ram {
         let start = block.region.as_ptr().wrapping_add(offset as usize);
         // SAFETY: the range lies within the block's own mapping of guest memory, which no Rust
         // reference points to; find() checked its borders.
-        let result =
-            unsafe { libc::madvise(start.cast(), length as usize, libc::MADV_DONTNEED) };
+        let result = unsafe { libc::madvise(start.cast(), length as usize, libc::MADV_DONTNEED) };
         ensure!(result == 0, "madvise: {}", io::Error::last_os_error());
         Ok(())
     }
@@ -145,8 +144,7 @@ impl Block {
 /// A memfd of this size.
 fn memfd(size: u64) -> io::Result<File> {
     // SAFETY: the name is a valid C string.
-    let number =
-        unsafe { libc::memfd_create(c"memory-backend-memfd".as_ptr(), libc::MFD_CLOEXEC) };
+    let number = unsafe { libc::memfd_create(c"memory-backend-memfd".as_ptr(), libc::MFD_CLOEXEC) };
     if number < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -1,0 +1,203 @@
+//! The driver's side of a virtio-blk queue, sound requests and deliberately broken ones.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use outram_wire::units::PAGE_SIZE;
+use serde_json::{Value, json};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::ram::Ram;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// Descriptor flags (virtio 1.2, section 2.7.5).
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const HEADER_BYTES: u64 = 16;
+/// How often the used ring is looked at.
+const TICK: Duration = Duration::from_micros(200);
+
+/// A queue's rings in guest memory: descriptor table, available and used ring, each from a page's
+/// start.
+pub(super) struct Rings {
+    pub queue: usize,
+    pub size: u16,
+    pub descriptors: u64,
+    pub available: u64,
+    pub used: u64,
+    pub kick: EventFd,
+    pub call: EventFd,
+    pub error: EventFd,
+    next_available: u16,
+    last_used: u16,
+}
+
+/// A descriptor as it is written into the table.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Descriptor {
+    pub address: u64,
+    pub length: u32,
+    pub flags: u16,
+    pub next: u16,
+}
+
+impl Rings {
+    /// Lays a queue's rings out from a page on, and clears them.
+    pub(super) fn lay_out(ram: &Ram, queue: usize, size: u16, first_page: u64) -> Result<Self> {
+        ensure!(size.is_power_of_two(), "a queue's size is a power of two");
+        let descriptors = first_page * PAGE;
+        let available = descriptors + (u64::from(size) * 16).next_multiple_of(PAGE);
+        let used = available + (6 + u64::from(size) * 2).next_multiple_of(PAGE);
+        let end = used + 6 + u64::from(size) * 8;
+        ram.write(descriptors, &vec![0; (end - descriptors) as usize])?;
+        Ok(Self {
+            queue,
+            size,
+            descriptors,
+            available,
+            used,
+            kick: EventFd::new(EFD_NONBLOCK)?,
+            call: EventFd::new(EFD_NONBLOCK)?,
+            error: EventFd::new(EFD_NONBLOCK)?,
+            next_available: 0,
+            last_used: 0,
+        })
+    }
+
+    /// Writes descriptors from index 0 on, offers `head` and waits for the device: `used` is what
+    /// it answered, null where it did not within the time.
+    pub(super) fn submit(
+        &mut self,
+        ram: &Ram,
+        descriptors: &[Descriptor],
+        head: u16,
+        wait: Duration,
+    ) -> Result<Value> {
+        for (index, descriptor) in descriptors.iter().enumerate() {
+            let mut bytes = descriptor.address.to_le_bytes().to_vec();
+            bytes.extend_from_slice(&descriptor.length.to_le_bytes());
+            bytes.extend_from_slice(&descriptor.flags.to_le_bytes());
+            bytes.extend_from_slice(&descriptor.next.to_le_bytes());
+            ram.write(self.descriptors + index as u64 * 16, &bytes)?;
+        }
+        let slot = u64::from(self.next_available % self.size);
+        ram.store_u16(self.available + 4 + 2 * slot, head)?;
+        self.next_available = self.next_available.wrapping_add(1);
+        ram.store_u16(self.available + 2, self.next_available)?;
+        self.kick.write(1).context("kicking")?;
+        self.wait_for_used(ram, wait)
+    }
+
+    /// Claims that many more requests are available than there are: a broken index.
+    pub(super) fn overrun(&mut self, ram: &Ram, by: u16) -> Result<()> {
+        ram.store_u16(self.available + 2, self.next_available.wrapping_add(by))?;
+        Ok(self.kick.write(1)?)
+    }
+
+    /// Whether the device reported the queue as broken since last asked.
+    pub(super) fn is_reported_broken(&self) -> bool {
+        self.error.read().is_ok()
+    }
+
+    fn wait_for_used(&mut self, ram: &Ram, wait: Duration) -> Result<Value> {
+        let deadline = Instant::now() + wait;
+        while ram.load_u16(self.used + 2)? == self.last_used {
+            if Instant::now() >= deadline {
+                return Ok(json!({"used": null, "broken": self.is_reported_broken()}));
+            }
+            std::thread::sleep(TICK);
+        }
+        let slot = u64::from(self.last_used % self.size);
+        let entry = ram.read(self.used + 4 + 8 * slot, 8)?;
+        self.last_used = self.last_used.wrapping_add(1);
+        let word = |at: usize| {
+            let bytes: [u8; 4] = entry[at..at + 4].try_into().expect("eight bytes were read");
+            u32::from_le_bytes(bytes)
+        };
+        let called = self.call.read().is_ok();
+        Ok(json!({"used": {"id": word(0), "length": word(4)}, "called": called}))
+    }
+}
+
+/// A sound request: header and status in one page, data in those behind it.
+pub(super) struct Request {
+    pub kind: u32,
+    pub sector: u64,
+    pub bytes: u32,
+    pub page: u64,
+}
+
+impl Request {
+    /// Sends it; its status, the length the device reported and the data's first bytes.
+    pub(super) fn run(&self, ram: &Ram, rings: &mut Rings, wait: Duration) -> Result<Value> {
+        let header = self.page * PAGE;
+        let status = header + HEADER_BYTES;
+        let data = header + PAGE;
+        let mut bytes = u64::from(self.kind).to_le_bytes().to_vec();
+        bytes.extend_from_slice(&self.sector.to_le_bytes());
+        bytes.push(0xff);
+        ram.write(header, &bytes)?;
+        let descriptor = |address, length, flags, next| Descriptor {
+            address,
+            length,
+            flags,
+            next,
+        };
+        let descriptors = [
+            descriptor(
+                header,
+                HEADER_BYTES as u32,
+                NEXT,
+                if self.bytes > 0 { 1 } else { 2 },
+            ),
+            descriptor(data, self.bytes, NEXT | WRITE, 2),
+            descriptor(status, 1, WRITE, 0),
+        ];
+        let answer = rings.submit(ram, &descriptors, 0, wait)?;
+        let shown = ram.read(data, u64::from(self.bytes.min(64)))?;
+        Ok(json!({
+            "used": answer["used"],
+            "called": answer["called"],
+            "status": ram.read(status, 1)?[0],
+            "data": hex(&shown),
+        }))
+    }
+}
+
+/// Bytes as hexadecimal digits.
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Hexadecimal digits as bytes.
+pub(super) fn unhex(text: &str) -> Result<Vec<u8>> {
+    ensure!(
+        text.is_ascii() && text.len().is_multiple_of(2),
+        "hexadecimal digits come in pairs"
+    );
+    (0..text.len())
+        .step_by(2)
+        .map(|at| {
+            u8::from_str_radix(&text[at..at + 2], 16).context("a hexadecimal digit was expected")
+        })
+        .collect()
+}
+
+/// Rings that a vCPU and the main thread share.
+pub(super) type SharedRings = Arc<std::sync::Mutex<Rings>>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hexadecimal_goes_there_and_back() {
+        assert_eq!(
+            unhex(&hex(&[0, 1, 0xfe])).expect("own digits"),
+            [0, 1, 0xfe]
+        );
+        assert!(unhex("abc").is_err());
+        assert!(unhex("zz").is_err());
+    }
+}

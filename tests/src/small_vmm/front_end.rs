@@ -1,0 +1,122 @@
+//! The vhost-user front end: what QEMU says to a backend, in its order.
+
+use std::os::fd::AsRawFd;
+
+use anyhow::{Context, Result, ensure};
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
+};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+
+use super::disk::Rings;
+use super::ram::{Block, Ram};
+
+/// Queues that are used at most.
+const MAX_QUEUES: u64 = 16;
+const CONFIG_BYTES: u32 = 60;
+/// `VIRTIO_RING_F_EVENT_IDX`.
+const EVENT_IDX: u64 = 1 << 29;
+
+/// A connection to a backend.
+pub(super) struct FrontEnd {
+    front: Frontend,
+    /// What the backend offers.
+    pub features: u64,
+    /// Its disk's configuration.
+    pub config: Vec<u8>,
+    /// Queues it can serve.
+    pub queues: u64,
+    has_memory_table: bool,
+}
+
+impl FrontEnd {
+    /// Connects and asks what the backend is. Its first answer comes once it has everything it
+    /// wants of this process: the main thread waits for it here.
+    pub(super) fn connect(path: &str) -> Result<Self> {
+        let mut front =
+            Frontend::connect(path, MAX_QUEUES).with_context(|| format!("connecting to {path}"))?;
+        let features = front.get_features().context("asking for its features")?;
+        front.set_owner()?;
+        let offered = front.get_protocol_features()?;
+        let wanted = VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        front.set_protocol_features(offered & wanted)?;
+        front.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        let queues = front.get_queue_num()?;
+        let zeros = [0; CONFIG_BYTES as usize];
+        let (_, config) =
+            front.get_config(0, CONFIG_BYTES, VhostUserConfigFlags::empty(), &zeros)?;
+        Ok(Self {
+            front,
+            features,
+            config,
+            queues,
+            has_memory_table: false,
+        })
+    }
+
+    /// Starts a queue; the first time with the whole memory table before it.
+    pub(super) fn start(&mut self, ram: &Ram, rings: &Rings, event_idx: bool) -> Result<()> {
+        let queue = rings.queue;
+        if !self.has_memory_table {
+            let unwanted = if event_idx { 0 } else { EVENT_IDX };
+            self.front
+                .set_features(self.features & !unwanted)
+                .context("acknowledging features")?;
+            let table: Vec<_> = ram.blocks().iter().map(|block| region(block)).collect();
+            self.front
+                .set_mem_table(&table)
+                .context("telling the memory table")?;
+            self.has_memory_table = true;
+        }
+        self.front.set_vring_num(queue, rings.size)?;
+        self.front.set_vring_base(queue, 0)?;
+        let config = VringConfigData {
+            queue_max_size: rings.size,
+            queue_size: rings.size,
+            flags: 0,
+            desc_table_addr: ram.vmm_address(rings.descriptors, 16)?,
+            used_ring_addr: ram.vmm_address(rings.used, 4)?,
+            avail_ring_addr: ram.vmm_address(rings.available, 4)?,
+            log_addr: None,
+        };
+        self.front
+            .set_vring_addr(queue, &config)
+            .context("telling the ring's addresses")?;
+        self.front.set_vring_kick(queue, &rings.kick)?;
+        self.front.set_vring_call(queue, &rings.call)?;
+        self.front.set_vring_err(queue, &rings.error)?;
+        ensure!(
+            self.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0,
+            "the backend offers no protocol features"
+        );
+        Ok(self.front.set_vring_enable(queue, true)?)
+    }
+
+    /// Stops a queue; where its backend would go on.
+    pub(super) fn stop(&mut self, queue: usize) -> Result<u32> {
+        self.front.set_vring_enable(queue, false)?;
+        Ok(self.front.get_vring_base(queue)?)
+    }
+
+    /// Tells of a block of RAM that was added.
+    pub(super) fn plug(&mut self, block: &Block) -> Result<()> {
+        if self.has_memory_table {
+            self.front.add_mem_region(&region(block))?;
+        }
+        Ok(())
+    }
+}
+
+fn region(block: &Block) -> VhostUserMemoryRegionInfo {
+    VhostUserMemoryRegionInfo {
+        guest_phys_addr: block.guest_address,
+        memory_size: block.size,
+        userspace_addr: block.vmm_address(),
+        mmap_offset: 0,
+        mmap_handle: block.file.as_raw_fd(),
+    }
+}

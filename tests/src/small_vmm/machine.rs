@@ -1,0 +1,271 @@
+//! The machine: its main thread, its vCPUs and what they can be commanded to do.
+//!
+//! By a vCPU (`vcpu`, 0 unless said; `page` and `pages` are guest pages):
+//!
+//! | `do` | with | answers |
+//! |---|---|---|
+//! | `fill` | `page` `pages` | rewrites each page with its next version |
+//! | `verify` | `page` `pages` | `checked` `mismatches` `first_bad` |
+//! | `work` | `page` `pages` `seconds` `write_share` `seed` | verifies and rewrites at random |
+//! | `touch` | `page` `pages` `write` | accesses one word of each page |
+//! | `discard` | `page` `pages` | gives pages back as a balloon does; they read as zeros then |
+//! | `peek` | `address` `length` | `bytes` in hexadecimal |
+//! | `poke` | `address` `bytes` | stores them |
+//! | `request` | `queue` `type` `sector` `bytes` `page` `wait_ms` | `status` `used` `data` |
+//! | `submit` | `queue` `descriptors` `head` `wait_ms` | any chain: `[[address,length,flags,next],…]` |
+//! | `overrun` | `queue` `by` | offers more than there is; whether it was reported `broken` |
+//!
+//! By the main thread: `connect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-stop`
+//! (`queue`), `plug` (`bytes`), `info`, `exit`, `abort`.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, Write};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use super::arguments::Arguments;
+use super::disk::{Descriptor, Request, Rings, SharedRings, hex, unhex};
+use super::front_end::FrontEnd;
+use super::pattern::{Stretch, Versions};
+use super::ram::Ram;
+
+/// What main thread and vCPUs share.
+#[derive(Default)]
+struct Board {
+    ram: Ram,
+    versions: Versions,
+    queues: Mutex<BTreeMap<u64, SharedRings>>,
+}
+
+/// Makes the machine and obeys until `exit` or the end of standard input.
+pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let board = Arc::new(Board::default());
+    for block in &arguments.ram {
+        board.ram.plug(block.size)?;
+    }
+    board.versions.grow(board.ram.pages());
+    let vcpus: Vec<_> = (0..arguments.vcpus)
+        .map(|index| start_vcpu(index, Arc::clone(&board)))
+        .collect::<Result<_>>()?;
+    let mut front_end = None;
+    if let Some(path) = &arguments.socket {
+        // A refusal is told, not fatal: QEMU's machine would not have started, but this one can
+        // still be commanded to try again.
+        let connected = FrontEnd::connect(path).map(|front| front_end = Some(front));
+        tell(
+            &json!({"event": "connected"}),
+            connected.map(|()| json!({})),
+        );
+    } else {
+        tell(&json!({"event": "started"}), Ok(json!({})));
+    }
+    for line in std::io::stdin().lock().lines() {
+        let command: Value = match serde_json::from_str(&line?) {
+            Ok(command) => command,
+            Err(error) => {
+                tell(&json!({"id": null}), Err(error.into()));
+                continue;
+            }
+        };
+        match command["do"].as_str() {
+            Some("exit") => return Ok(ExitCode::SUCCESS),
+            Some("abort") => std::process::abort(),
+            Some(action @ ("connect" | "disk-start" | "disk-stop" | "plug" | "info")) => {
+                let path = arguments.socket.as_deref();
+                let result = obey_on_main(action, &command, &board, &mut front_end, path);
+                tell(&command, result);
+            }
+            _ => {
+                let index = command["vcpu"].as_u64().unwrap_or(0) as usize;
+                let sent = vcpus
+                    .get(index)
+                    .with_context(|| format!("there is no vCPU {index}"))
+                    .and_then(|vcpu| Ok(vcpu.send(command.clone())?));
+                if let Err(error) = sent {
+                    tell(&command, Err(error));
+                }
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Answers a command.
+fn tell(command: &Value, result: Result<Value>) {
+    let key = if command["event"].is_null() {
+        "id"
+    } else {
+        "event"
+    };
+    let answer = match result {
+        Ok(value) => json!({key: command[key], "ok": value}),
+        Err(error) => json!({key: command[key], "error": format!("{error:#}")}),
+    };
+    let mut stdout = std::io::stdout().lock();
+    // Whoever commands us may be gone; standard input will say so.
+    let _ = writeln!(stdout, "{answer}").and_then(|()| stdout.flush());
+}
+
+fn start_vcpu(index: usize, board: Arc<Board>) -> Result<mpsc::Sender<Value>> {
+    let (sender, commands) = mpsc::channel::<Value>();
+    std::thread::Builder::new()
+        .name(format!("CPU {index}/SMALL"))
+        .spawn(move || {
+            for command in commands {
+                let result = obey(&command, &board);
+                tell(&command, result);
+            }
+        })?;
+    Ok(sender)
+}
+
+fn number(command: &Value, key: &str) -> Result<u64> {
+    command[key]
+        .as_u64()
+        .with_context(|| format!("'{key}' must be a number"))
+}
+
+fn wait_of(command: &Value) -> Duration {
+    Duration::from_millis(command["wait_ms"].as_u64().unwrap_or(5000))
+}
+
+fn obey_on_main(
+    action: &str,
+    command: &Value,
+    board: &Board,
+    front_end: &mut Option<FrontEnd>,
+    path: Option<&str>,
+) -> Result<Value> {
+    if action == "connect" {
+        // The old connection first: a backend serves one at a time.
+        *front_end = None;
+        *front_end = Some(FrontEnd::connect(path.context("there is no socket")?)?);
+    }
+    if action == "plug" {
+        let block = board.ram.plug(number(command, "bytes")?)?;
+        board.versions.grow(board.ram.pages());
+        if let Some(front) = front_end {
+            front.plug(&block)?;
+        }
+        return Ok(json!({"pages": board.ram.pages()}));
+    }
+    let front = front_end.as_mut().context("not connected")?;
+    match action {
+        "disk-start" => {
+            let queue = number(command, "queue")?;
+            let size = u16::try_from(number(command, "size")?)?;
+            let page = number(command, "page")?;
+            let rings = Rings::lay_out(&board.ram, queue as usize, size, page)?;
+            let event_idx = command["event_idx"].as_bool().unwrap_or(true);
+            front.start(&board.ram, &rings, event_idx)?;
+            let mut queues = board.queues.lock().expect("no holder panics");
+            queues.insert(queue, Arc::new(Mutex::new(rings)));
+            Ok(json!({}))
+        }
+        "disk-stop" => {
+            let queue = number(command, "queue")?;
+            let base = front.stop(queue as usize)?;
+            let mut queues = board.queues.lock().expect("no holder panics");
+            queues.remove(&queue);
+            Ok(json!({"base": base}))
+        }
+        _ => Ok(json!({
+            "pages": board.ram.pages(),
+            "features": front.features,
+            "queues": front.queues,
+            "config": hex(&front.config),
+        })),
+    }
+}
+
+fn obey(command: &Value, board: &Board) -> Result<Value> {
+    match command["do"].as_str().context("'do' must be a word")? {
+        "peek" => {
+            let bytes = board
+                .ram
+                .read(number(command, "address")?, number(command, "length")?)?;
+            Ok(json!({"bytes": hex(&bytes)}))
+        }
+        "poke" => {
+            let bytes = unhex(command["bytes"].as_str().context("'bytes' must be text")?)?;
+            board.ram.write(number(command, "address")?, &bytes)?;
+            Ok(json!({}))
+        }
+        "request" | "submit" | "overrun" => drive_disk(command, board),
+        action => use_stretch(action, command, board),
+    }
+}
+
+fn use_stretch(action: &str, command: &Value, board: &Board) -> Result<Value> {
+    let (page, pages) = (number(command, "page")?, number(command, "pages")?);
+    let stretch = Stretch::new(&board.ram, &board.versions, page, pages)?;
+    match action {
+        "fill" => stretch.fill(),
+        "verify" => stretch.verify(),
+        "touch" => stretch.touch(command["write"].as_bool().unwrap_or(false)),
+        "work" => stretch.work(
+            command["seconds"].as_f64().unwrap_or(1.0),
+            command["write_share"].as_f64().unwrap_or(0.5),
+            command["seed"].as_u64().unwrap_or(1),
+        ),
+        "discard" => {
+            board.ram.discard(page, pages)?;
+            stretch.forget();
+            Ok(json!({"pages": pages}))
+        }
+        other => bail!("unknown command '{other}'"),
+    }
+}
+
+fn drive_disk(command: &Value, board: &Board) -> Result<Value> {
+    let queue = command["queue"].as_u64().unwrap_or(0);
+    let rings = {
+        let queues = board.queues.lock().expect("no holder panics");
+        let rings = queues.get(&queue);
+        Arc::clone(rings.with_context(|| format!("queue {queue} is not started"))?)
+    };
+    let mut rings = rings.lock().expect("no holder panics");
+    match command["do"].as_str() {
+        Some("request") => Request {
+            kind: u32::try_from(number(command, "type")?)?,
+            sector: number(command, "sector")?,
+            bytes: u32::try_from(number(command, "bytes")?)?,
+            page: number(command, "page")?,
+        }
+        .run(&board.ram, &mut rings, wait_of(command)),
+        Some("overrun") => {
+            let by = u16::try_from(number(command, "by")?)?;
+            rings.overrun(&board.ram, by)?;
+            std::thread::sleep(wait_of(command));
+            Ok(json!({"broken": rings.is_reported_broken()}))
+        }
+        _ => {
+            let list = command["descriptors"].as_array();
+            let descriptors: Vec<Descriptor> = list
+                .context("'descriptors' must be a list")?
+                .iter()
+                .map(descriptor)
+                .collect::<Result<_>>()?;
+            let head = u16::try_from(command["head"].as_u64().unwrap_or(0))?;
+            rings.submit(&board.ram, &descriptors, head, wait_of(command))
+        }
+    }
+}
+
+fn descriptor(value: &Value) -> Result<Descriptor> {
+    let field = |index: usize| {
+        value[index]
+            .as_u64()
+            .with_context(|| format!("a descriptor is [address,length,flags,next], not {value}"))
+    };
+    Ok(Descriptor {
+        address: field(0)?,
+        length: u32::try_from(field(1)?)?,
+        flags: u16::try_from(field(2)?)?,
+        next: u16::try_from(field(3)?)?,
+    })
+}
