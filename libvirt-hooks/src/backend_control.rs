@@ -102,7 +102,9 @@ impl BackendControl {
     fn refusal(&self, reply: Reply) -> ControlError {
         match reply {
             Reply::Refused(reason) => ControlError::Refused(reason),
-            Reply::Status(_) | Reply::Metrics(_) | Reply::Done => ControlError::Unexpected(self.socket.clone()),
+            Reply::Status(_) | Reply::Metrics(_) | Reply::Done => {
+                ControlError::Unexpected(self.socket.clone())
+            }
         }
     }
 

@@ -1,7 +1,11 @@
 //! The `outram` command line: its arguments, and one module for each subcommand.
 
 pub mod attach;
+pub mod doctor;
+mod host_checks;
+pub mod pki;
 pub mod report;
+pub mod setup;
 pub mod status;
 pub mod tune;
 
@@ -38,6 +42,14 @@ pub struct Arguments {
 /// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Make this host ready: hook, directories, settings
+    ///
+    /// Prints each thing it does or finds done; running it again changes nothing.
+    Setup(setup::SetupArguments),
+    /// Check everything that paging needs, and say what to do where it is missing
+    Doctor(doctor::DoctorArguments),
+    /// Make the certificates by which hosts and memory servers know each other
+    Pki(pki::PkiArguments),
     /// Let a domain's memory lie partly on memory servers
     ///
     /// The domain must be shut off. Its XML is changed as one would by hand: shared memory in a
@@ -103,6 +115,9 @@ pub fn run(arguments: &Arguments) -> Result<bool> {
     let paths = Paths::from_environment();
     let uri = arguments.connect.as_deref();
     match &arguments.command {
+        Command::Setup(setup) => setup.run(&paths),
+        Command::Doctor(doctor) => doctor.run(uri, &paths),
+        Command::Pki(pki) => pki.run(),
         Command::Attach(attach) => attach.run(uri, &paths),
         Command::Detach(detach) => detach.run(uri, &paths),
         Command::Tune(tune) => tune.run(uri, &paths),

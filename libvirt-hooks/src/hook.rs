@@ -14,6 +14,7 @@
 
 use std::io::{Read, Write};
 use std::panic::catch_unwind;
+use std::path::Path;
 use std::process::ExitCode;
 use std::{fs, io};
 
@@ -23,9 +24,10 @@ use crate::backend_control::BackendControl;
 use crate::causes::with_causes;
 use crate::domain_xml::{DomainXml, DomainXmlError};
 use crate::host::{self, HostSettings, NoBackend, Paths, SettingsError};
-use crate::launch::{self, Launch, LaunchError};
+use crate::launch::{self, Launch, LaunchError, NAME_FILE};
 use crate::metadata::{self, MetadataError, NAMESPACE_MARK};
 use crate::refusal::{self, Refusal};
+use crate::shmem_thp::{self, HugeShmem};
 use crate::{process, qemu_user};
 
 /// The file in the directory of run directories that shows which libvirtd called us last.
@@ -46,6 +48,9 @@ pub enum HookError {
     /// The domain has something that Outram cannot page.
     #[error("{}", list(.0))]
     Refused(Vec<Refusal>),
+    /// The kernel may put huge pages into shared memory.
+    #[error("{}", list(.0))]
+    HugeShmem(Vec<HugeShmem>),
     /// The host's settings.
     #[error(transparent)]
     Settings(#[from] SettingsError),
@@ -62,8 +67,8 @@ pub enum HookError {
     Launch(#[from] LaunchError),
 }
 
-fn list(refusals: &[Refusal]) -> String {
-    let texts: Vec<String> = refusals.iter().map(Refusal::to_string).collect();
+fn list(refusals: &[impl ToString]) -> String {
+    let texts: Vec<String> = refusals.iter().map(ToString::to_string).collect();
     texts.join("; ")
 }
 
@@ -125,6 +130,10 @@ pub fn prepare(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
     let Some(launch) = plan(&String::from_utf8_lossy(xml), paths)? else {
         return Ok(());
     };
+    let huge = shmem_thp::find(Path::new(shmem_thp::SETTINGS));
+    if !huge.is_empty() {
+        return Err(HookError::HugeShmem(huge));
+    }
     Ok(launch.start()?)
 }
 
@@ -174,5 +183,8 @@ pub fn release(xml: &[u8], paths: &Paths) -> Option<String> {
         // Should it refuse or be gone, the next start deals with what is left.
         let _ = control.stop();
     }
-    launch::reason(&run_dir)
+    let reason = launch::reason(&run_dir)?;
+    // The backend that knew the name is gone; 'outram status' shows it with the reason.
+    let _ = fs::write(run_dir.join(NAME_FILE), domain.name().ok()?);
+    Some(reason)
 }

@@ -37,7 +37,7 @@ const LOG_TAIL_BYTES: usize = 2000;
 /// The file in a run directory with the reason of a refusal or failure.
 pub const ERROR_FILE: &str = "error";
 
-/// The file in a run directory with the domain's name.
+/// The file in a run directory with the domain's name, beside the reason of a failure.
 pub const NAME_FILE: &str = "name";
 
 /// The file in a run directory that a backend without systemd writes its log to.
@@ -154,6 +154,7 @@ impl Launch {
         for server in &self.settings.servers {
             option("server", server.as_str().into());
         }
+        option("run-dir", self.run.clone().into());
         option("socket-user", self.socket_user.to_string().into());
         if let Some(config) = &self.config {
             option("config", config.clone().into());
@@ -178,8 +179,9 @@ impl Launch {
         let outcome = wait_until_ready(&run_dir, &mut started);
         if let Err(error) = &outcome {
             started.end();
-            // Best effort: the same text reaches the user as the hook's error.
+            // Best effort, for 'outram status': the same text reaches the user by our caller.
             let _ = fs::write(run_dir.join(ERROR_FILE), format!("{error}\n"));
+            let _ = fs::write(run_dir.join(NAME_FILE), &self.name);
         }
         outcome
     }
@@ -190,11 +192,10 @@ impl Launch {
             .mode(0o711)
             .create(run_dir)
             .map_err(|source| file_error("create", run_dir, source))?;
-        for stale in ["vhost.sock", "control.sock", ERROR_FILE] {
+        for stale in ["vhost.sock", "control.sock", ERROR_FILE, NAME_FILE] {
             remove_if_there(&run_dir.join(stale))?;
         }
-        let name = run_dir.join(NAME_FILE);
-        fs::write(&name, &self.name).map_err(|source| file_error("write", &name, source))
+        Ok(())
     }
 
     fn open_log(&self, run_dir: &Path) -> Result<File, LaunchError> {

@@ -19,6 +19,9 @@ use crate::libvirt::Libvirt;
 /// How long libvirt may take to find a domain by its name.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How long a backend may take to tell its guest's name.
+const NAME_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// A guest with a run directory, or a domain known to libvirt.
 #[derive(Clone, Debug)]
 pub struct Guest {
@@ -131,16 +134,18 @@ pub fn all_guests(paths: &Paths) -> Result<Vec<Guest>> {
 }
 
 fn guest_in(run_dir: &Path, vm: VmId) -> Guest {
-    let name = fs::read_to_string(run_dir.join(NAME_FILE)).unwrap_or_default();
-    let name = name.trim_end_matches('\n');
+    let control = BackendControl::of(run_dir);
+    // A failed start leaves the name beside its reason; otherwise the backend knows it.
+    let name = fs::read_to_string(run_dir.join(NAME_FILE))
+        .ok()
+        .or_else(|| {
+            let quick = control.clone().with_timeout(NAME_TIMEOUT);
+            quick.status().ok().map(|status| status.name)
+        });
     Guest {
         vm,
-        name: if name.is_empty() {
-            vm.to_string()
-        } else {
-            name.to_owned()
-        },
-        control: BackendControl::of(run_dir),
+        name: name.unwrap_or_else(|| vm.to_string()),
+        control,
     }
 }
 

@@ -1,0 +1,293 @@
+//! What `outram doctor` checks of the host: kernel, programs, settings, certificates, servers.
+
+use std::fs;
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use outram_wire::tls::{self, TlsFiles};
+
+use super::doctor::{Check, knows_hook};
+use super::setup::HOOK_NAME;
+use crate::causes::with_causes;
+use crate::daemons;
+use crate::host::{self, HostSettings, Paths, is_executable};
+use crate::server_address::ServerAddress;
+use crate::shmem_thp;
+use crate::uffd_probe;
+
+/// The oldest kernel with all that the hand-over needs.
+const KERNEL_OLDEST: (u32, u32) = (6, 1);
+
+/// How long a memory server may take to accept a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Where Yama says who may trace whom; the file is missing where Yama is not built in.
+const PTRACE_SCOPE: &str = "/proc/sys/kernel/yama/ptrace_scope";
+
+/// The capabilities that a backend needs, by their bits: IPC_LOCK, SYS_PTRACE, SYS_ADMIN.
+const CAPABILITIES: [(&str, u32); 3] = [
+    ("CAP_IPC_LOCK", 14),
+    ("CAP_SYS_PTRACE", 19),
+    ("CAP_SYS_ADMIN", 21),
+];
+
+/// The kernel and its settings.
+pub(super) fn kernel() -> Vec<Check> {
+    let mut checks = vec![
+        kernel_version(),
+        userfaultfd(),
+        huge_shmem(),
+        tracing(),
+        capabilities(),
+    ];
+    checks.extend(kvm());
+    checks
+}
+
+fn kernel_version() -> Check {
+    let text = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let text = text.trim();
+    let mut numbers = text
+        .split(|c: char| !c.is_ascii_digit())
+        .map(|part| part.parse().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    if version >= KERNEL_OLDEST {
+        Check::pass("kernel", text)
+    } else {
+        Check::fail("kernel", text, "boot Linux 6.1 or newer")
+    }
+}
+
+fn userfaultfd() -> Check {
+    let name = "userfaultfd";
+    let device = uffd_probe::DEVICE;
+    match uffd_probe::missing_features() {
+        Ok(missing) if missing.is_empty() => {
+            Check::pass(name, format!("{device} has all that is needed"))
+        }
+        Ok(missing) => Check::fail(
+            name,
+            format!("the kernel lacks: {}", missing.join(", ")),
+            "boot Linux 6.1 or newer",
+        ),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Check::fail(
+            name,
+            format!("{device} is missing"),
+            "use a kernel with CONFIG_USERFAULTFD=y; in a container, bring the device in",
+        ),
+        Err(error) => Check::fail(name, format!("{device}: {error}"), "run this as root"),
+    }
+}
+
+fn huge_shmem() -> Check {
+    let name = "huge pages";
+    let found = shmem_thp::find(Path::new(shmem_thp::SETTINGS));
+    if found.is_empty() {
+        return Check::pass(name, "off for shared memory");
+    }
+    let settings: Vec<String> = found
+        .iter()
+        .map(|huge| format!("{} is '{}'", huge.path.display(), huge.value))
+        .collect();
+    let cures: Vec<String> = found
+        .iter()
+        .map(|huge| format!("echo never > {}", huge.path.display()))
+        .collect();
+    Check::fail(name, settings.join(", "), cures.join("; "))
+}
+
+fn tracing() -> Check {
+    match fs::read_to_string(PTRACE_SCOPE) {
+        Ok(scope) if scope.trim() == "3" => Check::fail(
+            "ptrace",
+            "kernel.yama.ptrace_scope is 3: nobody may trace, so no userfaultfd can be handed over",
+            "set kernel.yama.ptrace_scope to 2 or less in sysctl.d and reboot",
+        ),
+        _ => Check::pass("ptrace", "allowed to root"),
+    }
+}
+
+fn capabilities() -> Check {
+    let name = "capabilities";
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+        .unwrap_or(0);
+    let missing: Vec<&str> = CAPABILITIES
+        .iter()
+        .filter(|(_, bit)| effective & (1 << bit) == 0)
+        .map(|(name, _)| *name)
+        .collect();
+    if missing.is_empty() {
+        Check::pass(name, "locked memory, tracing and mounting are allowed")
+    } else {
+        let found = format!("missing: {}", missing.join(", "));
+        Check::fail(name, found, "run this as root; in a container, allow them")
+    }
+}
+
+/// Where /dev/kvm exists but QEMU's user cannot open it, libvirt asks QEMU for its capabilities
+/// anew at each step, and guests are emulated. Nothing is said where it is not there at all.
+fn kvm() -> Option<Check> {
+    use std::os::unix::fs::MetadataExt;
+    let device = fs::metadata("/dev/kvm").ok()?;
+    let open_to_others = device.mode() & 0o006 == 0o006;
+    let open_to_a_group = device.mode() & 0o060 == 0o060 && device.gid() != 0;
+    Some(if open_to_others || open_to_a_group {
+        Check::pass("KVM", "/dev/kvm is open to QEMU")
+    } else {
+        Check::warn(
+            "KVM",
+            "/dev/kvm is for root only: libvirt's QEMU user cannot use it",
+            "chgrp kvm /dev/kvm && chmod 660 /dev/kvm (udev does so on an ordinary host)",
+        )
+    })
+}
+
+/// Our own programs, and whether libvirt calls the hook.
+pub(super) fn programs(paths: &Paths) -> Vec<Check> {
+    vec![backend(), hook(paths)]
+}
+
+fn backend() -> Check {
+    let name = "outram-backend";
+    let path = match host::find_backend() {
+        Ok(path) => path,
+        Err(error) => return Check::fail(name, error.to_string(), ""),
+    };
+    let output = Command::new(&path)
+        .arg("--version")
+        .stdin(Stdio::null())
+        .output();
+    match output {
+        Ok(output) if output.status.success() => {
+            let version = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+            Check::pass(name, format!("{} ({version})", path.display()))
+        }
+        Ok(output) => {
+            let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+            let found = format!("{} ends with {}: {said}", path.display(), output.status);
+            Check::fail(name, found, "install Outram's programs anew")
+        }
+        Err(error) => {
+            let found = format!("{}: {error}", path.display());
+            Check::fail(name, found, "install Outram's programs anew")
+        }
+    }
+}
+
+fn hook(paths: &Paths) -> Check {
+    let name = "hook";
+    let link = paths.hooks.join(HOOK_NAME);
+    if fs::symlink_metadata(&link).is_err() {
+        return Check::fail(
+            name,
+            format!("{} is missing", link.display()),
+            "outram setup",
+        );
+    }
+    if !is_executable(&link) {
+        let found = format!(
+            "{} is not an executable file, or leads to none",
+            link.display()
+        );
+        return Check::fail(
+            name,
+            found,
+            "outram setup, or install Outram's programs anew",
+        );
+    }
+    let running = daemons::running();
+    let unaware: Vec<String> = running
+        .iter()
+        .filter(|daemon| !knows_hook(daemon, paths))
+        .map(|daemon| format!("{} (process {})", daemon.name, daemon.pid))
+        .collect();
+    if running.is_empty() {
+        let found = "installed; no libvirtd or virtqemud is running here";
+        return Check::warn(name, found, "start libvirtd");
+    }
+    if unaware.is_empty() {
+        return Check::pass(name, format!("{}, and libvirt calls it", link.display()));
+    }
+    Check::fail(
+        name,
+        format!(
+            "{} has not looked for hooks since it was installed",
+            unaware.join(", ")
+        ),
+        "systemctl reload libvirtd (or send it SIGHUP)",
+    )
+}
+
+/// The backends' settings.
+pub(super) fn settings(paths: &Paths) -> (HostSettings, Check) {
+    let name = "settings";
+    let path = paths.config.display();
+    match HostSettings::read(&paths.config) {
+        Ok(settings) if paths.config.exists() => {
+            let check = Check::pass(name, path.to_string());
+            (settings, check)
+        }
+        Ok(settings) => {
+            let check = Check::warn(name, format!("{path} is missing"), "outram setup");
+            (settings, check)
+        }
+        Err(error) => {
+            let check = Check::fail(name, error.to_string(), format!("correct {path}"));
+            (HostSettings::default(), check)
+        }
+    }
+}
+
+/// This host's identity: readable, of the CA, and not expired.
+pub(super) fn certificates(settings: &HostSettings) -> Check {
+    let or = |path: &Option<std::path::PathBuf>, name: &str| {
+        path.clone()
+            .unwrap_or_else(|| Path::new("/etc/outram/pki").join(name))
+    };
+    let files = TlsFiles {
+        ca: or(&settings.tls_ca, "ca.pem"),
+        cert: or(&settings.tls_cert, "client.pem"),
+        key: or(&settings.tls_key, "client.key"),
+    };
+    match tls::client_config(&files) {
+        Ok(_) => Check::pass("certificates", files.cert.display().to_string()),
+        Err(error) => Check::fail(
+            "certificates",
+            with_causes(&error),
+            "outram pki init and outram pki issue client, or copy the files from where the CA is",
+        ),
+    }
+}
+
+/// Whether each server accepts a connection.
+pub(super) fn servers(servers: &[ServerAddress]) -> Vec<Check> {
+    servers
+        .iter()
+        .map(|server| match reach(server) {
+            Ok(()) => Check::pass("server", format!("{server} accepts connections")),
+            Err(error) => Check::fail(
+                "server",
+                format!("{server}: {error}"),
+                "start outram-memserver there, and let its port through the firewall",
+            ),
+        })
+        .collect()
+}
+
+fn reach(server: &ServerAddress) -> io::Result<()> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in server.as_str().to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
+            Ok(_) => return Ok(()),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
