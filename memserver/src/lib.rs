@@ -1,10 +1,10 @@
 //! Lends a machine's idle memory to Outram backends as slabs.
 //!
 //! ```text
-//! main ─ config ─ server ─┬─ lobby     who has not said yet who it is
-//!                         ├─ control   requests of clients ─── ledger   who has what
-//!                         ├─ data      reads and writes ─────┬ session  what a client may touch
-//!                         └─ metrics                         └ slab     the memory itself
+//! main ─ config ─ server ─┬─ hall ─┬─ lobby     who has not said yet who it is
+//!                         │        ├─ control   requests of clients ─── ledger   who has what
+//!                         │        └─ data      reads and writes ─────┬ session  what is whose
+//!                         └─ metrics                                  └ slab     the memory
 //! ```
 //!
 //! A client is a certificate and a guest. It reserves memory, leases slabs out of that, and reads
@@ -15,6 +15,7 @@
 mod config;
 mod control;
 mod data;
+mod hall;
 mod ledger;
 mod lobby;
 mod metrics;

@@ -18,7 +18,8 @@ use tracing_subscriber::EnvFilter;
 /// release it or when their lease ends.
 ///
 /// SIGTERM and SIGINT end the server and every lease: guests whose pages it holds stop. SIGHUP reads
-/// 'memory' from the file of --config again; clients are asked to give back what is leased beyond.
+/// the certificates and, from the file of --config, 'memory' again; clients are asked to give back
+/// what is leased beyond.
 ///
 /// Logs go to standard error; RUST_LOG chooses what (info by default).
 #[derive(Parser)]
@@ -58,7 +59,7 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
     }
     for signal in signals.forever() {
         if signal == SIGHUP {
-            change_memory(&server, flags);
+            reload(&server, flags);
             continue;
         }
         tracing::info!("stopping: every lease ends");
@@ -68,18 +69,17 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads the configuration again. A mistake in it changes nothing.
-fn change_memory(server: &Server, flags: &Flags) {
-    match Config::gather(flags.clone()) {
-        Ok(config) => {
-            let asked = server.set_memory(config.memory_bytes);
-            let memory = format_size(config.memory_bytes);
-            tracing::info!(%memory, slabs_asked_back = asked, "memory to lend");
+/// Reads configuration and certificates again. A mistake in them changes nothing.
+fn reload(server: &Server, flags: &Flags) {
+    let reloaded = Config::gather(flags.clone())
+        .map_err(anyhow::Error::new)
+        .and_then(|config| Ok((server.reload(&config)?, config.memory_bytes)));
+    match reloaded {
+        Ok((asked, memory)) => {
+            let memory = format_size(memory);
+            tracing::info!(%memory, slabs_asked_back = asked, "configuration taken");
         }
-        Err(error) => {
-            let error = anyhow::Error::new(error);
-            tracing::error!("the configuration is not taken: {error:#}");
-        }
+        Err(error) => tracing::error!("the configuration is not taken: {error:#}"),
     }
 }
 

@@ -3,34 +3,26 @@
 //! One thread accepts, one ends leases, one answers scrapers, and each connection has its own.
 //! Threads are bounded by the lobby's limit, by the sessions' and by the data connections' of each.
 
-use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use outram_wire::server::channel::{Channel, ChannelError, EventFd, new_waker, prepare_socket};
-use outram_wire::server::data::{self, Admission};
-use outram_wire::server::{InstanceId, ServerStats, TLS_FIRST_BYTE};
-use outram_wire::tls::{self, Kind, TlsError};
-use rustls::ServerConfig;
+use outram_wire::server::channel::{EventFd, new_waker};
+use outram_wire::server::{InstanceId, ServerStats};
+use outram_wire::tls::{self, TlsError};
 
 use crate::config::{Config, ConfigError};
-use crate::control::{self, Desk};
-use crate::data::{DataEnd, STALL_TIMEOUT, Service};
+use crate::control::Desk;
+use crate::hall::Hall;
 use crate::ledger::{Ledger, Terms};
-use crate::lobby::{Lobby, Place};
-use crate::metrics::{Connection, Metrics, Page, Stranger};
+use crate::metrics::{Metrics, Page};
 
-/// What a thread of a connection needs at most: TLS is the deepest.
-const STACK_BYTES: usize = 512 * 1024;
 /// How long a stopping server waits for its threads.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
-/// After so long without an answer from a client's machine the kernel gives a connection up.
-const DEAD_AFTER: Duration = Duration::from_secs(60);
 
 /// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
@@ -72,17 +64,6 @@ pub struct Server {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// What every connection's thread shares.
-struct Hall {
-    desk: Desk,
-    tls: Arc<ServerConfig>,
-    lobby: Lobby,
-    config: Config,
-    controls: AtomicUsize,
-    threads: Mutex<usize>,
-    thread_ended: Condvar,
-}
-
 impl Server {
     /// Checks the configuration, listens, and serves from then on.
     pub fn start(config: Config) -> Result<Server, ServerError> {
@@ -104,18 +85,11 @@ impl Server {
             token_life: config.token_life,
         };
         let ledger = Ledger::new(instance, config.memory_bytes, terms).map_err(no_random)?;
-        let hall = Arc::new(Hall {
-            desk: Desk {
-                ledger: Arc::new(ledger),
-                metrics: Metrics::new(),
-            },
-            tls,
-            lobby: Lobby::new(config.max_strangers),
-            config,
-            controls: AtomicUsize::new(0),
-            threads: Mutex::new(0),
-            thread_ended: Condvar::new(),
-        });
+        let desk = Desk {
+            ledger: Arc::new(ledger),
+            metrics: Metrics::new(),
+        };
+        let hall = Arc::new(Hall::new(desk, tls, config));
         Self::launch(hall, listener, address, page)
     }
 
@@ -170,6 +144,15 @@ impl Server {
     /// What it lends, to whom.
     pub fn stats(&self) -> ServerStats {
         self.hall.desk.ledger.stats(|_| true)
+    }
+
+    /// Takes over from `config` what can change while the server runs: how much may be lent, and
+    /// the certificates, which connections made from then on go by. Returns how many slabs were
+    /// asked back. An error changes nothing.
+    pub fn reload(&self, config: &Config) -> Result<u64, ServerError> {
+        config.check()?;
+        self.hall.change_identity(tls::server_config(&config.tls)?);
+        Ok(self.set_memory(config.memory_bytes))
     }
 
     /// Changes how much may be lent. Where more is leased, clients are asked to vacate slabs;
@@ -243,7 +226,7 @@ fn accept(hall: &Arc<Hall>, listener: &TcpListener, stop: &EventFd) {
     }
     while wait_or_stop(Some(listener), stop, PollTimeout::NONE) {
         match listener.accept() {
-            Ok((socket, from)) => take_in(hall, socket, from),
+            Ok((socket, from)) => hall.take_in(socket, from),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
                 // Out of descriptors, most likely: others have to end before it gets better.
@@ -254,36 +237,6 @@ fn accept(hall: &Arc<Hall>, listener: &TcpListener, stop: &EventFd) {
                 }
             }
         }
-    }
-}
-
-fn take_in(hall: &Arc<Hall>, socket: TcpStream, from: SocketAddr) {
-    let prepared = prepare_socket(&socket, DEAD_AFTER);
-    // On Linux an accepted socket blocks whatever the listening one does; said for certainty.
-    if let Err(error) = prepared.and_then(|()| socket.set_nonblocking(false)) {
-        tracing::debug!(%from, %error, "a connection ended at once");
-        return;
-    }
-    let socket = Arc::new(socket);
-    let (place, crowded) = hall.lobby.enter(from.ip(), socket.clone());
-    if crowded {
-        hall.desk.metrics.count_stranger(Stranger::Unidentified);
-    }
-    hall.count_thread();
-    let for_thread = hall.clone();
-    let spawned = thread::Builder::new()
-        .name("connection".to_owned())
-        .stack_size(STACK_BYTES)
-        .spawn(move || {
-            for_thread.meet(&socket, from, place);
-            // Threads that hold the socket for others may outlive this one.
-            let _ = socket.shutdown(Shutdown::Both);
-            for_thread.uncount_thread();
-        });
-    if let Err(error) = spawned {
-        hall.uncount_thread();
-        hall.desk.metrics.count_stranger(Stranger::Limit);
-        tracing::warn!(%from, %error, "no thread for a connection");
     }
 }
 
@@ -298,213 +251,5 @@ fn end_leases(hall: &Hall, stop: &EventFd) {
             hall.desk.metrics.expired_slabs.inc_by(slabs);
             tracing::warn!(%vm, slabs, "a guest's lease ran out: its slabs are freed");
         }
-    }
-}
-
-impl Hall {
-    /// Finds out what a connection is, and serves it.
-    fn meet(&self, socket: &Arc<TcpStream>, from: SocketAddr, place: Place) {
-        let deadline = Instant::now() + self.config.handshake_timeout;
-        let mut first = [0];
-        let peeked = socket
-            .set_read_timeout(Some(self.config.handshake_timeout))
-            .and_then(|()| socket.peek(&mut first));
-        match peeked {
-            Ok(1) if first[0] == TLS_FIRST_BYTE => self.meet_control(socket, from, place, deadline),
-            Ok(1) if first[0] == data::MAGIC[0] => self.meet_data(socket, from, place, deadline),
-            Ok(1) => self.turn_away(
-                from,
-                Stranger::Protocol,
-                &"neither TLS nor a data connection",
-            ),
-            // A port scan, or a health check: nothing was said.
-            Ok(_) => {}
-            Err(error) => self.turn_away(from, Stranger::Unidentified, &error),
-        }
-    }
-
-    fn meet_control(
-        &self,
-        socket: &Arc<TcpStream>,
-        from: SocketAddr,
-        place: Place,
-        deadline: Instant,
-    ) {
-        let channel = match Channel::accept(socket.clone(), self.tls.clone(), deadline) {
-            Ok(channel) => channel,
-            Err(error) => return self.turn_away(from, reason_of(&error), &Words(&error)),
-        };
-        let name = match tls::peer_name(channel.peer_certificates(), Kind::Client) {
-            Ok(name) => name,
-            Err(error) => return self.turn_away(from, Stranger::Certificate, &Words(&error)),
-        };
-        drop(place);
-        let most = 2 * self.config.max_guests + self.config.max_strangers;
-        let _seat = match Seat::take(&self.controls, most) {
-            Some(seat) => seat,
-            None => return self.turn_away(from, Stranger::Limit, &"too many control connections"),
-        };
-        let _counted = self.desk.metrics.connected(Connection::Control);
-        match control::serve(&self.desk, channel, socket, &name, deadline) {
-            Ok(()) => {}
-            Err(error) if control::is_breach(&error) => {
-                self.desk.metrics.count_bad_frame(Connection::Control);
-                tracing::warn!(%from, client = %name, "a control connection is ended: {}", Words(&error));
-            }
-            Err(error) => {
-                tracing::debug!(%from, client = %name, "a control connection ended: {}", Words(&error));
-            }
-        }
-    }
-
-    fn meet_data(
-        &self,
-        socket: &Arc<TcpStream>,
-        from: SocketAddr,
-        place: Place,
-        deadline: Instant,
-    ) {
-        let hello = match read_hello(socket, deadline) {
-            Ok(hello) => hello,
-            Err(error) => return self.turn_away(from, Stranger::Unidentified, &error),
-        };
-        let token = match data::decode_hello(&hello) {
-            Ok(token) => token,
-            Err(error) => return self.turn_away(from, Stranger::Protocol, &error),
-        };
-        let Some(session) = self.desk.ledger.redeem_token(&token) else {
-            return self.turn_away(
-                from,
-                Stranger::Token,
-                &"its token is wrong, used or too old",
-            );
-        };
-        drop(place);
-        let vm = session.vm;
-        let admitted = session.admit(socket, self.config.max_data_connections);
-        let admission = match admitted {
-            Some(_) => Admission::Admitted,
-            None => Admission::TooMany,
-        };
-        let welcomed = socket
-            .set_write_timeout(Some(STALL_TIMEOUT))
-            .and_then(|()| (&**socket).write_all(&data::encode_welcome(admission)));
-        let Some(admitted) = admitted else {
-            return self.turn_away(from, Stranger::Limit, &"too many data connections");
-        };
-        let _counted = self.desk.metrics.connected(Connection::Data);
-        let served = welcomed
-            .map_err(DataEnd::Io)
-            .and_then(|()| Service::new(socket, &admitted, &self.desk.metrics).run());
-        match served {
-            Ok(()) => {}
-            Err(DataEnd::Breach(error)) => {
-                self.desk.metrics.count_bad_frame(Connection::Data);
-                tracing::warn!(%from, %vm, %error, "a data connection is ended");
-            }
-            Err(DataEnd::Io(error)) => {
-                tracing::debug!(%from, %vm, %error, "a data connection ended");
-            }
-        }
-    }
-
-    fn turn_away(&self, from: SocketAddr, reason: Stranger, words: &dyn std::fmt::Display) {
-        self.desk.metrics.count_stranger(reason);
-        // Anybody can cause these: no louder than debug, the metric tells how many there are.
-        tracing::debug!(%from, ?reason, "a connection is turned away: {words}");
-    }
-
-    fn count_thread(&self) {
-        *self.threads.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-    }
-
-    fn uncount_thread(&self) {
-        *self.threads.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.thread_ended.notify_all();
-    }
-
-    /// Waits until no connection has a thread; or only data connections, which end at a word from
-    /// nobody but the ledger.
-    fn await_threads(&self, timeout: Duration, controls_only: bool) {
-        let deadline = Instant::now() + timeout;
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        let busy = |threads: usize| match controls_only {
-            true => self.controls.load(Ordering::Acquire) > 0,
-            false => threads > 0,
-        };
-        while busy(*threads) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            threads = self
-                .thread_ended
-                .wait_timeout(threads, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-    }
-}
-
-/// One of the control connections that may stand at a time.
-struct Seat<'a>(&'a AtomicUsize);
-
-impl<'a> Seat<'a> {
-    fn take(taken: &'a AtomicUsize, most: usize) -> Option<Self> {
-        let seat = Seat(taken);
-        (taken.fetch_add(1, Ordering::AcqRel) < most).then_some(seat)
-    }
-}
-
-impl Drop for Seat<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-/// Reads a data connection's hello before `deadline`, however slowly it comes.
-fn read_hello(mut socket: &TcpStream, deadline: Instant) -> io::Result<[u8; data::HELLO_BYTES]> {
-    let mut hello = [0; data::HELLO_BYTES];
-    let mut filled = 0;
-    while filled < hello.len() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        socket.set_read_timeout(Some(left))?;
-        match socket.read(&mut hello[filled..])? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            read => filled += read,
-        }
-    }
-    Ok(hello)
-}
-
-fn reason_of(error: &ChannelError) -> Stranger {
-    match error {
-        ChannelError::TimedOut(_) | ChannelError::Closed | ChannelError::Io(_) => {
-            Stranger::Unidentified
-        }
-        ChannelError::Tls(
-            rustls::Error::InvalidCertificate(_)
-            | rustls::Error::NoCertificatesPresented
-            | rustls::Error::AlertReceived(_),
-        ) => Stranger::Certificate,
-        _ => Stranger::Protocol,
-    }
-}
-
-/// An error with its causes, in one line.
-struct Words<'a>(&'a dyn std::error::Error);
-
-impl std::fmt::Display for Words<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.0)?;
-        let mut source = self.0.source();
-        while let Some(error) = source {
-            write!(f, ": {error}")?;
-            source = error.source();
-        }
-        Ok(())
     }
 }

@@ -120,6 +120,26 @@ fn sighup_changes_what_is_lent() {
 }
 
 #[test]
+fn sighup_takes_renewed_certificates() {
+    let pki = Pki::new();
+    let process = Process::start(&pki, &["--memory", "4MiB"]);
+    let serial = || {
+        let channel = client::channel(process.address, &pki.client).expect("TLS stands");
+        channel.peer_certificates()[0].to_vec()
+    };
+    let before = serial();
+    // Half a renewal is a mistake; the server goes on with what it has.
+    let renewed = pki.issue(outram_wire::tls::Kind::Server, "renewed");
+    fs::copy(&renewed.cert, &pki.server.cert).expect("copied");
+    process.signal("HUP");
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert_eq!(serial(), before);
+    fs::copy(&renewed.key, &pki.server.key).expect("copied");
+    process.signal("HUP");
+    eventually("the new certificate is shown", || serial() != before);
+}
+
+#[test]
 fn metrics_have_these_names() {
     let pki = Pki::new();
     let process = Process::start(&pki, &["--memory", "4MiB"]);
