@@ -159,7 +159,7 @@ impl Hall {
             Ok(token) => token,
             Err(error) => return self.turn_away(from, Stranger::Protocol, &error),
         };
-        let Some(session) = self.desk.ledger.redeem_token(&token) else {
+        let Some((session, epoch)) = self.desk.ledger.redeem_token(&token) else {
             return self.turn_away(
                 from,
                 Stranger::Token,
@@ -168,7 +168,7 @@ impl Hall {
         };
         drop(place);
         let vm = session.vm;
-        let admitted = session.admit(socket, self.config.max_data_connections);
+        let admitted = session.admit(socket, epoch, self.config.max_data_connections);
         let admission = match admitted {
             Some(_) => Admission::Admitted,
             None => Admission::TooMany,

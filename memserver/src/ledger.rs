@@ -365,14 +365,16 @@ impl Ledger {
         Ok(token)
     }
 
-    /// The session that a token is for. It is void from then on.
-    pub(crate) fn redeem_token(&self, token: &Token) -> Option<Arc<Session>> {
+    /// The session that a token is for, and its epoch: a client that takes the session over from
+    /// now on ends that. The token is void from then on.
+    pub(crate) fn redeem_token(&self, token: &Token) -> Option<(Arc<Session>, u64)> {
         let now = BootTime::now();
         let mut books = self.books();
         books.accounts.values_mut().find_map(|account| {
             let place = account.tokens.iter().position(|(own, _)| own == token)?;
             let (_, until) = account.tokens.remove(place);
-            (until > now).then(|| account.session.clone())
+            let epoch = account.session.epoch();
+            (until > now).then(|| (account.session.clone(), epoch))
         })
     }
 

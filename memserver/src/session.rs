@@ -28,6 +28,8 @@ pub(crate) struct Session {
 struct Connections {
     /// No new ones while set.
     fenced: bool,
+    /// Times the session was cut: what was promised before the last one is void.
+    epoch: u64,
     next: u64,
     open: HashMap<u64, Arc<TcpStream>>,
 }
@@ -50,14 +52,22 @@ impl Session {
         }
     }
 
-    /// Admits a data connection; none while the session is fenced, nor beyond `limit`.
+    /// Changes whenever every data connection is ended.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.connections().epoch
+    }
+
+    /// Admits a data connection whose token was redeemed in `epoch`; none while the session is
+    /// fenced, nor if it was since, nor beyond `limit`.
     pub(crate) fn admit(
         self: &Arc<Self>,
         socket: &Arc<TcpStream>,
+        epoch: u64,
         limit: usize,
     ) -> Option<Admitted> {
         let mut connections = self.connections();
-        if connections.fenced || connections.open.len() >= limit {
+        let current = epoch == connections.epoch && !connections.fenced;
+        if !current || connections.open.len() >= limit {
             return None;
         }
         let id = connections.next;
@@ -73,6 +83,7 @@ impl Session {
     pub(crate) fn cut(&self) {
         let mut connections = self.connections();
         connections.fenced = true;
+        connections.epoch += 1;
         for socket in connections.open.values() {
             // It may have ended by itself; its thread notices either way.
             let _ = socket.shutdown(Shutdown::Both);
@@ -174,5 +185,50 @@ impl std::ops::Deref for Admitted {
 
     fn deref(&self) -> &Session {
         &self.session
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn socket() -> Arc<TcpStream> {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let address = listener.local_addr().expect("bound");
+        Arc::new(TcpStream::connect(address).expect("connected"))
+    }
+
+    fn session() -> Arc<Session> {
+        let vm = VmId(uuid::Uuid::from_u128(1));
+        let name = ClientName("host".to_owned());
+        Arc::new(Session::new(vm, name, SessionSecret([1; 32])))
+    }
+
+    #[test]
+    fn a_fence_waits_for_the_last_connection() {
+        let session = session();
+        let epoch = session.epoch();
+        let admitted = session.admit(&socket(), epoch, 1).expect("there is room");
+        assert!(session.admit(&socket(), epoch, 1).is_none(), "the limit");
+        assert!(!session.fence(Duration::from_millis(20)));
+        let fencing = session.clone();
+        let fenced = std::thread::spawn(move || fencing.fence(Duration::from_secs(20)));
+        std::thread::sleep(Duration::from_millis(20));
+        drop(admitted);
+        assert!(fenced.join().expect("no panic"));
+        assert_eq!(session.data_connections(), 0);
+    }
+
+    #[test]
+    fn what_was_promised_before_a_fence_is_void_after_it() {
+        let session = session();
+        let before = session.epoch();
+        assert!(session.fence(Duration::ZERO));
+        assert!(session.admit(&socket(), session.epoch(), 1).is_none());
+        session.reopen();
+        assert!(session.admit(&socket(), before, 1).is_none());
+        assert!(session.admit(&socket(), session.epoch(), 1).is_some());
     }
 }

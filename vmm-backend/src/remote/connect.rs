@@ -9,8 +9,8 @@ use outram_wire::server::channel::{Channel, ChannelError, Received, prepare_sock
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::data::{Admission, WELCOME_BYTES, decode_welcome, encode_hello};
 use outram_wire::server::{
-    CONTROL_VERSIONS, ClientMessage, Hello, Purpose, Reply, Request, ServerMessage, ServerStats,
-    Token, Welcome,
+    CONTROL_VERSIONS, ClientMessage, Hello, Purpose, Refusal, Reply, Request, ServerMessage,
+    ServerStats, Token, Welcome,
 };
 use outram_wire::tls::{self, Kind, TlsFiles};
 use rustls::ClientConfig;
@@ -26,6 +26,8 @@ const DEAD_AFTER: Duration = Duration::from_secs(15);
 pub(super) struct Dialer {
     pub(super) address: ServerAddress,
     pub(super) timing: Timing,
+    files: TlsFiles,
+    /// The identity in the files when they were last good.
     tls: Arc<ClientConfig>,
     name: ServerName<'static>,
 }
@@ -47,6 +49,7 @@ impl Dialer {
 
     fn to(address: ServerAddress, files: &TlsFiles, timing: Timing) -> Result<Self, RemoteError> {
         let tls = tls::client_config(files)?;
+        let files = files.clone();
         let name = ServerName::try_from(address.host().to_owned()).map_err(|error| {
             RemoteError::Resolve {
                 server: address.clone(),
@@ -56,9 +59,19 @@ impl Dialer {
         Ok(Self {
             address,
             timing,
+            files,
             tls,
             name,
         })
+    }
+
+    /// Reads the certificates again, for they may have been renewed. Files that are no good (a
+    /// renewal half done, or out of reach by now) leave the identity as it is.
+    pub(super) fn refresh_identity(&mut self) {
+        match tls::client_config(&self.files) {
+            Ok(tls) => self.tls = tls,
+            Err(error) => tracing::debug!("the certificates were not read again: {error}"),
+        }
     }
 
     /// Connects, shakes hands and says hello.
@@ -88,14 +101,8 @@ impl Dialer {
                     asked_at,
                 })
             }
-            ServerMessage::Refused(refusal) => Err(RemoteError::Refused {
-                server: self.address.clone(),
-                refusal,
-            }),
-            ServerMessage::Closing => Err(RemoteError::Refused {
-                server: self.address.clone(),
-                refusal: outram_wire::server::Refusal::Closing,
-            }),
+            ServerMessage::Refused(refusal) => Err(self.refused(refusal)),
+            ServerMessage::Closing => Err(self.refused(Refusal::Closing)),
             other => Err(self.protocol(format!("{other:?} instead of a welcome"))),
         }
     }
@@ -192,6 +199,78 @@ impl Dialer {
         })
     }
 
+    /// The first reservation, before anything else is said; what is refused here ends the session, so
+    /// that nothing stays behind on the server.
+    pub(super) fn reserve_first(
+        &self,
+        greeted: &mut Greeted,
+        bytes: u64,
+    ) -> Result<(), RemoteError> {
+        let deadline = Instant::now() + self.timing.answer;
+        let message = |id, request| ClientMessage::Request { id, request };
+        let send = |channel: &mut Channel, message| {
+            let sent = channel.send(&message, deadline);
+            sent.map_err(|source| self.control_error(source))
+        };
+        let channel = &mut greeted.channel;
+        send(channel, message(0, Request::Reserve { bytes }))?;
+        loop {
+            match self.receive(channel, deadline)? {
+                ServerMessage::Reply {
+                    id: 0,
+                    reply: Reply::Reserved { bytes },
+                } => {
+                    greeted.welcome.reserved_bytes = bytes;
+                    return Ok(());
+                }
+                ServerMessage::Reply {
+                    id: 0,
+                    reply: Reply::Refused(refusal),
+                } => {
+                    // Only what was opened just now is ended: a former session holds pages.
+                    if !greeted.welcome.resumed {
+                        let _ = send(channel, message(1, Request::Goodbye));
+                        let _ = self.receive(channel, deadline);
+                    }
+                    return Err(self.refused(refusal));
+                }
+                ServerMessage::Vacate { .. } | ServerMessage::Closing => {}
+                other => return Err(self.protocol(format!("{other:?} instead of a reservation"))),
+            }
+        }
+    }
+
+    /// Gives everything back, and waits for the server's word that it has it.
+    pub(super) fn say_goodbye(&self, channel: &mut Channel, id: u64) -> Result<(), RemoteError> {
+        let deadline = Instant::now() + self.timing.answer;
+        let message = ClientMessage::Request {
+            id,
+            request: Request::Goodbye,
+        };
+        let sent = channel.send(&message, deadline);
+        sent.map_err(|source| self.control_error(source))?;
+        loop {
+            match self.receive(channel, deadline)? {
+                ServerMessage::Reply { id: of, reply } if of == id => {
+                    return match reply {
+                        Reply::Done | Reply::Refused(Refusal::SessionEnded) => Ok(()),
+                        Reply::Refused(refusal) => Err(self.refused(refusal)),
+                        other => Err(self.protocol(format!("{other:?} to a goodbye"))),
+                    };
+                }
+                // Answers to what was asked before are of no interest any more.
+                _ => {}
+            }
+        }
+    }
+
+    pub(super) fn refused(&self, refusal: Refusal) -> RemoteError {
+        RemoteError::Refused {
+            server: self.address.clone(),
+            refusal,
+        }
+    }
+
     pub(super) fn control_error(&self, source: ChannelError) -> RemoteError {
         RemoteError::Control {
             server: self.address.clone(),
@@ -237,10 +316,7 @@ pub fn observe(
         ServerMessage::Reply {
             reply: Reply::Refused(refusal),
             ..
-        } => Err(RemoteError::Refused {
-            server: address.clone(),
-            refusal,
-        }),
+        } => Err(dialer.refused(refusal)),
         other => Err(dialer.protocol(format!("{other:?} instead of its statistics"))),
     }
 }

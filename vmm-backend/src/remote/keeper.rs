@@ -6,80 +6,47 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded};
-use outram_wire::server::channel::{Channel, ChannelError, EventFd, Received};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use outram_wire::server::channel::{ChannelError, EventFd, Received};
 use outram_wire::server::clock::BootTime;
-use outram_wire::server::{
-    ClientMessage, InstanceId, Purpose, Refusal, Reply, Request, ServerMessage, SlabId, Token,
-};
+use outram_wire::server::{InstanceId, Purpose, SlabId};
 
 use super::connect::{Dialer, Greeted};
+use super::exchange::{Asked, Link};
+use super::opener::{Opener, Opening};
 use super::session::{Order, Orders, SessionStatus, Shared};
-use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
-
-/// What an answer is awaited for.
-enum Asked {
-    Renew,
-    Reserve(u64, Option<Sender<Result<(), RemoteError>>>),
-    Lease,
-    Release(SlabId),
-    DataToken(usize),
-}
-
-/// A request on its way.
-struct InFlight {
-    id: u64,
-    asked: Asked,
-    asked_at: BootTime,
-    answer_by: Instant,
-}
-
-/// A control connection in use.
-struct Link {
-    channel: Channel,
-    next_id: u64,
-    in_flight: VecDeque<InFlight>,
-    renew_at: Instant,
-}
-
-/// A token to be turned into a connection.
-struct Opening {
-    role: usize,
-    token: Token,
-    generation: u64,
-}
+use super::{Chain, RemoteConfig, RemoteError, ServerAddress, SessionEvent};
 
 /// Why the keeper stops serving a link.
-enum LinkEnd {
+pub(super) enum LinkEnd {
     Failed(RemoteError),
     /// The owner is gone, or the session was closed.
     Over,
 }
 
 pub(super) struct Keeper {
-    server: usize,
-    dialer: Dialer,
-    purpose: Purpose,
-    roles: usize,
-    events: Sender<SessionEvent>,
-    shared: Arc<Shared>,
-    instance: InstanceId,
-    lease: Duration,
-    held: BTreeSet<SlabId>,
+    pub(super) server: usize,
+    pub(super) dialer: Dialer,
+    pub(super) purpose: Purpose,
+    pub(super) roles: usize,
+    pub(super) events: Sender<SessionEvent>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) instance: InstanceId,
+    pub(super) lease: Duration,
+    pub(super) held: BTreeSet<SlabId>,
     /// Given back, but not yet acknowledged.
-    releasing: BTreeSet<SlabId>,
+    pub(super) releasing: BTreeSet<SlabId>,
     /// Asked for by the owner, and not yet answered.
-    leases_wanted: usize,
-    reserve_bytes: u64,
+    pub(super) leases_wanted: usize,
+    pub(super) reserve_bytes: u64,
     /// Counts greetings, so that connections of a former one are not delivered.
-    generation: Arc<AtomicU64>,
-    openings: Option<Sender<Opening>>,
+    pub(super) generation: Arc<AtomicU64>,
+    pub(super) openings: Option<Sender<Opening>>,
     /// Roles whose connection is to be tried again, and when.
-    retry_roles: Vec<(Instant, usize)>,
-    first: Option<Greeted>,
+    pub(super) retry_roles: Vec<(Instant, usize)>,
+    pub(super) first: Option<Greeted>,
 }
 
 impl Keeper {
@@ -97,7 +64,7 @@ impl Keeper {
             secret: config.secret,
         };
         let mut greeted = dialer.control(&purpose)?;
-        reserve_first(&dialer, &mut greeted, reserve_bytes)?;
+        dialer.reserve_first(&mut greeted, reserve_bytes)?;
         let welcome = &greeted.welcome;
         let status = SessionStatus {
             address: dialer.address.clone(),
@@ -144,13 +111,12 @@ impl Keeper {
 
     /// Serves until the session is closed or left.
     pub(super) fn run(mut self, orders: &Receiver<Order>, own: &Orders) {
-        if let Err(source) = self.start_opener(own) {
-            let error = RemoteError::System {
-                what: "a thread",
-                source,
-            };
-            self.tell_down(error);
-            return;
+        match self.start_opener(own) {
+            Ok(openings) => self.openings = Some(openings),
+            Err(source) => {
+                let what = "a thread";
+                return self.tell_down(RemoteError::System { what, source });
+            }
         }
         let mut greeted = self.first.take();
         let mut pause = self.dialer.timing.retry_min;
@@ -166,6 +132,7 @@ impl Keeper {
                 return;
             }
             pause = (pause * 2).min(self.dialer.timing.retry_max);
+            self.dialer.refresh_identity();
             match self.dialer.control(&self.purpose) {
                 Ok(fresh) => {
                     self.shared.status().reconnections += 1;
@@ -176,36 +143,15 @@ impl Keeper {
         }
     }
 
-    /// Opens data connections one after the other, beside the control connection.
-    fn start_opener(&mut self, own: &Orders) -> std::io::Result<()> {
-        let (sender, openings) = bounded::<Opening>(2 * self.roles + 1);
-        let (dialer, own, server) = (self.dialer.clone(), own.clone(), self.server);
-        let (generation, events) = (self.generation.clone(), self.events.clone());
-        thread::Builder::new()
-            .name(format!("server-{server}-open"))
-            .spawn(move || {
-                for Opening {
-                    role,
-                    token,
-                    generation: wanted,
-                } in openings
-                {
-                    if generation.load(Ordering::Acquire) != wanted {
-                        continue;
-                    }
-                    let told = match dialer.data(&token) {
-                        Ok(conn) => events
-                            .send(SessionEvent::DataConnection { server, role, conn })
-                            .is_ok(),
-                        Err(error) => own.give(Order::DataFailed(role, error)),
-                    };
-                    if !told {
-                        return;
-                    }
-                }
-            })?;
-        self.openings = Some(sender);
-        Ok(())
+    fn start_opener(&self, own: &Orders) -> std::io::Result<Sender<Opening>> {
+        let opener = Opener {
+            server: self.server,
+            dialer: self.dialer.clone(),
+            generation: self.generation.clone(),
+            events: self.events.clone(),
+            orders: own.clone(),
+        };
+        opener.start(2 * self.roles + 1)
     }
 
     /// Serves one control connection until it fails or the session is over.
@@ -335,7 +281,7 @@ impl Keeper {
                 Ok(())
             }
             Order::Close(answer) => {
-                let _ = answer.send(self.say_goodbye(&mut link.channel, link.next_id));
+                let _ = answer.send(self.dialer.say_goodbye(&mut link.channel, link.next_id));
                 Err(LinkEnd::Over)
             }
             Order::Leave => Err(LinkEnd::Over),
@@ -367,128 +313,6 @@ impl Keeper {
         Ok(())
     }
 
-    fn ask(&mut self, link: &mut Link, asked: Asked) -> Result<(), LinkEnd> {
-        let request = match &asked {
-            Asked::Renew => Request::Renew,
-            Asked::Reserve(bytes, _) => Request::Reserve { bytes: *bytes },
-            Asked::Lease => Request::Lease,
-            Asked::Release(slab) => Request::Release { slab: *slab },
-            Asked::DataToken(_) => Request::DataToken,
-        };
-        let id = link.next_id;
-        link.next_id += 1;
-        let answer_by = Instant::now() + self.dialer.timing.answer;
-        link.in_flight.push_back(InFlight {
-            id,
-            asked,
-            asked_at: BootTime::now(),
-            answer_by,
-        });
-        let message = ClientMessage::Request { id, request };
-        let sent = link.channel.send(&message, answer_by);
-        sent.map_err(|source| self.failed(source))
-    }
-
-    fn take(&mut self, link: &mut Link, message: ServerMessage) -> Result<(), LinkEnd> {
-        let server = self.server;
-        match message {
-            ServerMessage::Reply { id, reply } => match link.in_flight.pop_front() {
-                Some(in_flight) if in_flight.id == id => self.take_reply(in_flight, reply),
-                _ => Err(self.broken(format!("a reply to request {id} out of order"))),
-            },
-            ServerMessage::Vacate { slab } if self.held.contains(&slab) => {
-                self.tell(SessionEvent::Vacate { server, slab })
-            }
-            ServerMessage::Vacate { .. } => Ok(()),
-            ServerMessage::Closing => self.tell(SessionEvent::Closing { server }),
-            other @ (ServerMessage::Welcome(_) | ServerMessage::Refused(_)) => {
-                Err(self.broken(format!("{other:?} amid a session")))
-            }
-        }
-    }
-
-    fn take_reply(&mut self, in_flight: InFlight, reply: Reply) -> Result<(), LinkEnd> {
-        if reply == Reply::Refused(Refusal::SessionEnded) {
-            return Err(LinkEnd::Failed(self.refused(Refusal::SessionEnded)));
-        }
-        self.note_lease(in_flight.asked_at);
-        match (in_flight.asked, reply) {
-            (Asked::Renew, Reply::Done) => Ok(()),
-            (Asked::Release(slab), Reply::Done | Reply::Refused(Refusal::NotLeased { .. })) => {
-                self.releasing.remove(&slab);
-                Ok(())
-            }
-            (Asked::Lease, Reply::Leased { slab }) => self.take_lease(slab),
-            (Asked::Lease, Reply::Refused(reason)) => {
-                self.leases_wanted = self.leases_wanted.saturating_sub(1);
-                let server = self.server;
-                self.tell(SessionEvent::LeaseRefused { server, reason })
-            }
-            (Asked::Reserve(asked, answer), Reply::Reserved { bytes }) => {
-                self.reserve_bytes = asked;
-                self.show(|status| status.reserved_bytes = bytes);
-                answer.map(|answer| answer.send(Ok(())));
-                Ok(())
-            }
-            (Asked::Reserve(_, answer), Reply::Refused(refusal)) => {
-                let error = self.refused(refusal);
-                match answer {
-                    Some(answer) => drop(answer.send(Err(error))),
-                    None => self.show(|status| status.detail = Some(error.to_string())),
-                }
-                Ok(())
-            }
-            (Asked::DataToken(role), Reply::DataToken { token }) => {
-                self.open(role, token);
-                Ok(())
-            }
-            (Asked::DataToken(role), Reply::Refused(refusal)) => {
-                let error = self.refused(refusal);
-                self.show(|status| status.detail = Some(error.to_string()));
-                self.retry_role(role);
-                Ok(())
-            }
-            (_, reply) => Err(self.broken(format!("{reply:?} to a request of another kind"))),
-        }
-    }
-
-    fn open(&mut self, role: usize, token: Token) {
-        let opening = Opening {
-            role,
-            token,
-            generation: self.generation.load(Ordering::Acquire),
-        };
-        let sent = self
-            .openings
-            .as_ref()
-            .map(|sender| sender.try_send(opening));
-        if let Some(Err(TrySendError::Full(_))) = sent {
-            self.retry_role(role);
-        }
-    }
-
-    fn retry_role(&mut self, role: usize) {
-        let at = Instant::now() + jittered(self.dialer.timing.retry_max / 4);
-        if self.retry_roles.iter().all(|(_, waiting)| *waiting != role) {
-            self.retry_roles.push((at, role));
-        }
-    }
-
-    fn take_lease(&mut self, slab: SlabId) -> Result<(), LinkEnd> {
-        self.leases_wanted = self.leases_wanted.saturating_sub(1);
-        self.held.insert(slab);
-        self.show(|_| {});
-        let server = self.server;
-        self.tell(SessionEvent::Leased { server, slab })
-    }
-
-    fn note_release(&mut self, slab: SlabId) {
-        if self.held.remove(&slab) {
-            self.releasing.insert(slab);
-            self.show(|_| {});
-        }
-    }
-
     /// Waits before connecting again, and takes orders meanwhile; false if the session is over.
     fn wait_out(&mut self, pause: Duration, orders: &Receiver<Order>) -> bool {
         let until = Instant::now() + pause;
@@ -503,10 +327,10 @@ impl Keeper {
                 // Every role gets a connection after the next greeting anyway.
                 Ok(Order::OpenData(_) | Order::DataFailed(..)) => {}
                 Ok(Order::Close(answer)) => {
-                    let outcome = self.dialer.control(&self.purpose);
-                    let _ = answer.send(
-                        outcome.and_then(|mut greeted| self.say_goodbye(&mut greeted.channel, 1)),
-                    );
+                    let greeted = self.dialer.control(&self.purpose);
+                    let ended = greeted
+                        .and_then(|mut greeted| self.dialer.say_goodbye(&mut greeted.channel, 1));
+                    let _ = answer.send(ended);
                     return false;
                 }
                 Ok(Order::Leave) | Err(RecvTimeoutError::Disconnected) => return false,
@@ -515,37 +339,13 @@ impl Keeper {
         }
     }
 
-    /// Gives everything back, and waits for the server's word that it has it.
-    fn say_goodbye(&self, channel: &mut Channel, id: u64) -> Result<(), RemoteError> {
-        let deadline = Instant::now() + self.dialer.timing.answer;
-        let message = ClientMessage::Request {
-            id,
-            request: Request::Goodbye,
-        };
-        let sent = channel.send(&message, deadline);
-        sent.map_err(|source| self.dialer.control_error(source))?;
-        loop {
-            match self.dialer.receive(channel, deadline)? {
-                ServerMessage::Reply { id: of, reply } if of == id => {
-                    return match reply {
-                        Reply::Done | Reply::Refused(Refusal::SessionEnded) => Ok(()),
-                        Reply::Refused(refusal) => Err(self.refused(refusal)),
-                        other => Err(self.dialer.protocol(format!("{other:?} to a goodbye"))),
-                    };
-                }
-                // Answers to what was asked before are of no interest any more.
-                _ => {}
-            }
-        }
-    }
-
-    fn note_lease(&self, asked_at: BootTime) {
+    pub(super) fn note_lease(&self, asked_at: BootTime) {
         let until = asked_at.after(self.lease).as_millis();
         let lease = &self.shared.lease_until_ms;
         lease.store(until, Ordering::Release);
     }
 
-    fn tell(&self, event: SessionEvent) -> Result<(), LinkEnd> {
+    pub(super) fn tell(&self, event: SessionEvent) -> Result<(), LinkEnd> {
         // Without an owner there is no session; the lease keeps the slabs for a successor.
         self.events.send(event).map_err(|_| LinkEnd::Over)
     }
@@ -566,91 +366,26 @@ impl Keeper {
         });
     }
 
-    fn show(&self, change: impl FnOnce(&mut SessionStatus)) {
+    pub(super) fn show(&self, change: impl FnOnce(&mut SessionStatus)) {
         let mut status = self.shared.status();
         change(&mut status);
         status.slabs = self.held.len() as u64;
     }
 
-    fn failed(&self, source: ChannelError) -> LinkEnd {
+    pub(super) fn failed(&self, source: ChannelError) -> LinkEnd {
         LinkEnd::Failed(self.dialer.control_error(source))
     }
 
-    fn broken(&self, what: String) -> LinkEnd {
+    pub(super) fn broken(&self, what: String) -> LinkEnd {
         LinkEnd::Failed(self.dialer.protocol(what))
-    }
-
-    fn refused(&self, refusal: Refusal) -> RemoteError {
-        RemoteError::Refused {
-            server: self.dialer.address.clone(),
-            refusal,
-        }
-    }
-}
-
-/// The first reservation, before anything else is said; what is refused here ends the session, so
-/// that nothing stays behind on the server.
-fn reserve_first(dialer: &Dialer, greeted: &mut Greeted, bytes: u64) -> Result<(), RemoteError> {
-    let deadline = Instant::now() + dialer.timing.answer;
-    let message = |id, request| ClientMessage::Request { id, request };
-    let send = |channel: &mut Channel, message| {
-        let sent = channel.send(&message, deadline);
-        sent.map_err(|source| dialer.control_error(source))
-    };
-    let channel = &mut greeted.channel;
-    send(channel, message(0, Request::Reserve { bytes }))?;
-    loop {
-        match dialer.receive(channel, deadline)? {
-            ServerMessage::Reply {
-                id: 0,
-                reply: Reply::Reserved { bytes },
-            } => {
-                greeted.welcome.reserved_bytes = bytes;
-                return Ok(());
-            }
-            ServerMessage::Reply {
-                id: 0,
-                reply: Reply::Refused(refusal),
-            } => {
-                // Only what was opened just now is ended: a former session holds pages.
-                if !greeted.welcome.resumed {
-                    let _ = send(channel, message(1, Request::Goodbye));
-                    let _ = dialer.receive(channel, deadline);
-                }
-                return Err(RemoteError::Refused {
-                    server: dialer.address.clone(),
-                    refusal,
-                });
-            }
-            ServerMessage::Vacate { .. } | ServerMessage::Closing => {}
-            other => return Err(dialer.protocol(format!("{other:?} instead of a reservation"))),
-        }
     }
 }
 
 /// Between half of `pause` and all of it, so that many clients do not come back at once.
-fn jittered(pause: Duration) -> Duration {
+pub(super) fn jittered(pause: Duration) -> Duration {
     let mut random = [0; 2];
     // Without random numbers all clients wait the same time: no more than an inconvenience.
     let _ = getrandom::fill(&mut random);
     let share = f64::from(u16::from_le_bytes(random)) / f64::from(u16::MAX);
     pause.mul_f64(0.5 + share / 2.0)
-}
-
-/// An error with its causes, in one line.
-struct Chain<'a>(&'a dyn std::error::Error);
-
-impl std::fmt::Display for Chain<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.0)?;
-        let mut source = self.0.source();
-        while let Some(error) = source {
-            let words = error.to_string();
-            if !self.0.to_string().contains(&words) {
-                write!(f, ": {words}")?;
-            }
-            source = error.source();
-        }
-        Ok(())
-    }
 }

@@ -534,6 +534,15 @@ fn slabs_wanted_back_are_told() {
     owner.session.request_slab();
     owner.until("a refusal", |owner| !owner.refused.is_empty());
     assert_eq!(server.stats().leased_bytes, SLAB);
+    // Once the server has memory again, what it took is reserved anew.
+    server.set_memory(8 * SLAB);
+    let deadline = Instant::now() + PATIENCE;
+    while owner.session.status().reserved_bytes < 2 * SLAB {
+        assert!(Instant::now() < deadline, "nothing is reserved");
+        thread::sleep(Duration::from_millis(5));
+    }
+    owner.held.clear();
+    owner.lease();
 }
 
 #[test]

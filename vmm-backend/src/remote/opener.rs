@@ -1,0 +1,60 @@
+//! The thread that turns tokens into data connections, beside the control connection: so that a
+//! connection which is slow to come up keeps no renewal waiting.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::{io, thread};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use outram_wire::server::Token;
+
+use super::SessionEvent;
+use super::connect::Dialer;
+use super::session::{Order, Orders};
+
+/// A token to be turned into a connection.
+pub(super) struct Opening {
+    pub(super) role: usize,
+    pub(super) token: Token,
+    /// The greeting that it was obtained after.
+    pub(super) generation: u64,
+}
+
+pub(super) struct Opener {
+    pub(super) server: usize,
+    pub(super) dialer: Dialer,
+    /// The latest greeting: tokens of former ones are void.
+    pub(super) generation: Arc<AtomicU64>,
+    pub(super) events: Sender<SessionEvent>,
+    pub(super) orders: Orders,
+}
+
+impl Opener {
+    /// Runs until the sender returned is dropped; at most `queued` tokens wait.
+    pub(super) fn start(self, queued: usize) -> io::Result<Sender<Opening>> {
+        let (sender, openings) = bounded(queued);
+        thread::Builder::new()
+            .name(format!("server-{}-open", self.server))
+            .spawn(move || self.run(&openings))?;
+        Ok(sender)
+    }
+
+    fn run(&self, openings: &Receiver<Opening>) {
+        for opening in openings {
+            if self.generation.load(Ordering::Acquire) != opening.generation {
+                continue;
+            }
+            let (server, role) = (self.server, opening.role);
+            let told = match self.dialer.data(&opening.token) {
+                Ok(conn) => {
+                    let event = SessionEvent::DataConnection { server, role, conn };
+                    self.events.send(event).is_ok()
+                }
+                Err(error) => self.orders.give(Order::DataFailed(role, error)),
+            };
+            if !told {
+                return;
+            }
+        }
+    }
+}
