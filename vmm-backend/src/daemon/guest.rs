@@ -141,7 +141,7 @@ impl GuestDoor {
             .daemon
             .take_prepared()
             .context("the guest was taken over before")?;
-        let pager = Arc::new(prepared.start(blocks, handed_over.uffds)?);
+        let pager = Arc::new(prepared.start(vmm.pid, blocks, handed_over.uffds)?);
         let device = Device::new(DeviceConfig::new(config.vm), Arc::clone(&pager) as _)?;
         Ok(Some(Guest {
             vmm,

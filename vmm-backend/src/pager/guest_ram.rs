@@ -10,7 +10,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 
 use crate::engine::{PAGE_SIZE, PageIndex, PageRun};
 use crate::handover::MemfdId;
-use crate::handover::discover::RamBlock;
+use crate::handover::discover::{self, RamBlock};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -175,6 +175,13 @@ impl GuestRam {
             &region.memfd,
             region.file_offset + u64::from(page.0 - region.pages.first.0) * PAGE,
         )
+    }
+
+    /// Whether process `pid` still has a run's pages mapped where they were found.
+    pub(super) fn is_mapped(&self, pid: i32, run: PageRun) -> io::Result<bool> {
+        let region = self.region(run.first);
+        let (start, length) = self.address_range(run);
+        discover::is_mapped(pid, region.id, self.place(run.first).1, start, length)
     }
 
     /// Whether the memfd has the page.

@@ -181,7 +181,12 @@ impl PreparedPager {
     }
 
     /// Takes the guest's memory over: from here on its faults are ours.
-    pub fn start(self, blocks: Vec<RamBlock>, uffds: Vec<OwnedFd>) -> Result<Pager, PagerError> {
+    pub fn start(
+        self,
+        vmm_pid: i32,
+        blocks: Vec<RamBlock>,
+        uffds: Vec<OwnedFd>,
+    ) -> Result<Pager, PagerError> {
         let ram = Arc::new(GuestRam::new(blocks));
         let told = self.config.ram_bytes;
         let found = u64::from(ram.pages()) * PAGE_SIZE as u64;
@@ -218,11 +223,12 @@ impl PreparedPager {
                     .map_err(system("registering guest RAM with userfaultfd"))?;
             }
         }
-        self.spawn(ram, ranges, uffds)
+        self.spawn(vmm_pid, ram, ranges, uffds)
     }
 
     fn spawn(
         self,
+        vmm_pid: i32,
         ram: Arc<GuestRam>,
         ranges: Vec<PageRun>,
         uffds: Vec<Uffd>,
@@ -247,6 +253,7 @@ impl PreparedPager {
         let writer_gauges = writer.gauges();
         let parts = Parts {
             prepared: &self,
+            vmm_pid,
             ram: &ram,
             inboxes: &inboxes,
             writer: &writer_inbox,
@@ -320,6 +327,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
 /// What the threads of a shard are made of.
 struct Parts<'a> {
     prepared: &'a PreparedPager,
+    vmm_pid: i32,
     ram: &'a Arc<GuestRam>,
     inboxes: &'a [Inbox<ShardEvent>],
     writer: &'a Inbox<WriterEvent>,
@@ -391,6 +399,8 @@ impl Parts<'_> {
             shard,
             messages,
             gauges: Arc::clone(&gauges),
+            vmm_pid: self.vmm_pid,
+            unplugged: Vec::new(),
             next_pin: 0,
         };
         threads.push(spawn(&format!("shard-{number}"), move || thread.work())?);

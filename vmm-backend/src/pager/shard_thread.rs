@@ -175,6 +175,10 @@ pub(super) struct ShardThread {
     pub(super) messages: Messages<ShardEvent>,
     /// What others see of it.
     pub(super) gauges: Arc<ShardGauges>,
+    /// The VMM.
+    pub(super) vmm_pid: i32,
+    /// Pages that the VMM has not mapped any longer.
+    pub(super) unplugged: Vec<PageRun>,
     /// For the next pin.
     pub(super) next_pin: u64,
 }
@@ -288,17 +292,37 @@ impl ShardThread {
                 }
             }
             Event::Unmap { start, end } => {
-                // Not evicted until it is known what is mapped there now.
                 if let Some(run) = self.run_of(start as u64, end as u64) {
-                    tracing::info!(
-                        first = run.first.0,
-                        pages = run.count,
-                        "QEMU unmapped guest RAM"
-                    );
-                    self.shard.freeze(run);
+                    self.unmapped(run);
                 }
             }
             other => tracing::warn!(?other, "an event that was not asked for"),
+        }
+    }
+
+    /// QEMU unmapped guest RAM. Where it mapped the same pages again (it replaces poisoned ones at
+    /// a reset), they are registered anew, for the new mapping is not: its caller goes on only now
+    /// that the event is read, with its vCPUs stopped. Where it did not (a block was unplugged),
+    /// nothing of them is ever evicted again.
+    fn unmapped(&mut self, run: PageRun) {
+        tracing::info!(first = run.first.0, pages = run.count, "QEMU unmapped guest RAM");
+        self.shard.freeze(run);
+        let pid = self.vmm_pid;
+        let ports = self.shard.ports();
+        let (start, length) = ports.ram.address_range(run);
+        let registered = ports.ram.is_mapped(pid, run).and_then(|mapped| match mapped {
+            true => ports.uffd.register(start, length),
+            false => Err(io::Error::from(io::ErrorKind::NotFound)),
+        });
+        match registered {
+            Ok(()) => {
+                self.shard.thaw();
+                self.unplugged.iter().for_each(|run| self.shard.freeze(*run));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "guest RAM that was unmapped is not watched any more");
+                self.unplugged.push(run);
+            }
         }
     }
 

@@ -88,6 +88,19 @@ fn find_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
     Ok(blocks)
 }
 
+/// Whether the VMM `pid` has `length` bytes at `file_offset` of the memfd `id` mapped at `hva`, as
+/// when they were found. An unplugged block is not; a block whose pages the VMM replaced is.
+pub fn is_mapped(pid: i32, id: MemfdId, file_offset: u64, hva: u64, length: u64) -> io::Result<bool> {
+    let maps = std::fs::read(format!("/proc/{pid}/maps"))?;
+    let mappings = maps::of_backends(&String::from_utf8_lossy(&maps));
+    Ok(mappings.iter().any(|mapping| {
+        mapping.id == id
+            && mapping.start <= hva
+            && hva + length <= mapping.end
+            && mapping.offset + (hva - mapping.start) == file_offset
+    }))
+}
+
 /// Whether this host's settings allow paging: shared-memory THP off.
 pub fn host_requirements() -> Result<(), Refusal> {
     host::check_shmem_thp()
