@@ -14,6 +14,8 @@ mod checks;
 mod contents;
 #[path = "simulation/guest.rs"]
 mod guest;
+#[path = "simulation/mishaps.rs"]
+mod mishaps;
 #[path = "simulation/ports.rs"]
 mod ports;
 #[path = "simulation/random.rs"]
@@ -35,7 +37,7 @@ use world::Violation;
 const STEPS: u64 = 240_000;
 const SEEDS: u64 = 8;
 /// Steps between two times at which everything is let come to rest.
-const STEPS_UNTIL_QUIET: u64 = 3_000;
+const STEPS_UNTIL_QUIET: u64 = 1_500;
 
 fn from_environment(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;

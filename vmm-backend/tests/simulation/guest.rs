@@ -2,20 +2,69 @@
 
 use outram_backend::engine::shard::Fault;
 use outram_backend::engine::table::State;
-use outram_backend::engine::{PageRun, PinId};
+use outram_backend::engine::{PageIndex, PageRun, PinId};
 
 use crate::contents::Store;
 use crate::world::{
-    Access, Check, DeviceRequest, FaultMessage, PAGES, Violation, World, fail, shard_of,
+    Access, Check, DeviceRequest, FaultMessage, PAGES, SHARD_PAGES, Vcpu, Violation, World, fail,
+    shard_of,
 };
 
 impl World {
+    /// A vCPU that can go on does.
+    pub(crate) fn run_vcpu(&mut self, may_begin: bool) -> Result<(), Violation> {
+        let may_go_on = |vcpu: &Vcpu| !vcpu.waits && (vcpu.access.is_some() || may_begin);
+        let vcpus = self.vcpus.iter().enumerate();
+        let able: Vec<_> = vcpus
+            .filter(|(_, vcpu)| may_go_on(vcpu))
+            .map(|(number, _)| number)
+            .collect();
+        let Some(number) = self.random.index(able.len()) else {
+            return Ok(());
+        };
+        if self.vcpus[able[number]].access.is_none() {
+            self.choose_access(able[number]);
+        }
+        self.try_access(able[number])
+    }
+
+    /// A signal comes to a vCPU.
+    pub(crate) fn interrupt_vcpu(&mut self) -> Result<(), Violation> {
+        let number = self.random.below(self.vcpus.len() as u64) as usize;
+        match self.vcpus[number].waits {
+            true => self.interrupt(number),
+            false => Ok(()),
+        }
+    }
+
+    /// The guest gives pages back.
+    pub(crate) fn discard_somewhere(&mut self) {
+        // Often something that is lost, for nothing else heals that.
+        let is_lost = |page: &u32| self.shared.table.state(PageIndex(*page)) == State::Lost;
+        let lost = (0..PAGES).find(is_lost);
+        let first = match lost.filter(|_| self.random.chance(500)) {
+            Some(page) => page,
+            None => self.hot.0 + self.random.below(u64::from(self.hot.1)) as u32,
+        };
+        let end = first + self.random.between(1, 6);
+        let end = end.min((first / SHARD_PAGES + 1) * SHARD_PAGES);
+        let run = PageRun {
+            first: PageIndex(first),
+            count: end - first,
+        };
+        if self.is_unpinned(run) {
+            self.discard(run);
+        }
+    }
+
     /// A vCPU decides what to do next: near where it was, at random, or in order.
-    pub(crate) fn choose_access(&mut self, number: usize) {
+    fn choose_access(&mut self, number: usize) {
         let place = self.vcpus[number].place;
+        let (first, span) = self.hot;
         let page = match self.random.below(10) {
-            0 => self.random.below(u64::from(PAGES)) as u32,
-            1..5 => (place + 1) % PAGES,
+            0..4 => first + self.random.below(u64::from(span)) as u32,
+            4 => self.random.below(u64::from(PAGES)) as u32,
+            5..7 => (place + 1) % PAGES,
             _ => (place + self.random.below(24) as u32) % PAGES,
         };
         if self.random.chance(300) {
@@ -23,13 +72,13 @@ impl World {
         }
         let store = self
             .random
-            .chance(450)
+            .chance(350)
             .then(|| Store::random(&mut self.random));
         self.vcpus[number].access = Some(Access { page, store });
     }
 
     /// A vCPU tries its access: it happens, or the vCPU waits in a fault.
-    pub(crate) fn try_access(&mut self, number: usize) -> Result<(), Violation> {
+    fn try_access(&mut self, number: usize) -> Result<(), Violation> {
         let Some(access) = self.vcpus[number].access else {
             return Ok(());
         };
@@ -62,7 +111,7 @@ impl World {
     }
 
     /// A signal takes a vCPU out of its fault; it comes straight back.
-    pub(crate) fn interrupt(&mut self, number: usize) -> Result<(), Violation> {
+    fn interrupt(&mut self, number: usize) -> Result<(), Violation> {
         if let Some(access) = self.vcpus[number].access {
             self.vcpus[number].waits = false;
             let uffd = &mut self.uffds[shard_of(access.page)];
@@ -79,18 +128,19 @@ impl World {
         for contents in &mut self.allowed[place] {
             *contents = contents.with(store);
         }
-        // Beside a discard, the discard may come last.
-        if self.discarding[place] > 0 && !self.allowed[place].contains(&self.zero) {
+        // Beside a discard, the discard may come last; once it has returned, it has been.
+        if self.unreturned[place] > 0 && !self.allowed[place].contains(&self.zero) {
             self.allowed[place].push(self.zero.clone());
         }
     }
 
     /// The first half of a discard: the memfd is punched.
-    pub(crate) fn discard(&mut self, run: PageRun) {
+    fn discard(&mut self, run: PageRun) {
         for page in run.pages() {
             let place = page.0 as usize;
             self.memory[place] = None;
             self.discarding[place] += 1;
+            self.unreturned[place] += 1;
             let state = self.shared.table.state(page);
             if matches!(state, State::Resident | State::Lost | State::Absent) {
                 self.allowed[place].clear();

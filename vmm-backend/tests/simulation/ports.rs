@@ -84,7 +84,7 @@ impl Ports for SimPorts {
 
     fn wake(&mut self, run: PageRun) {
         let world = &mut *self.world.borrow_mut();
-        if world.is(Sabotage::DropWake) && world.random.chance(20) {
+        if world.is(Sabotage::DropWake) && world.random.chance(300) {
             return;
         }
         world.wake(run);
@@ -221,7 +221,7 @@ impl EvictionPorts for SimEvictor {
 
     fn wake(&mut self, run: PageRun) {
         let world = &mut *self.world.borrow_mut();
-        if world.is(Sabotage::DropWake) && world.random.chance(20) {
+        if world.is(Sabotage::DropWake) && world.random.chance(300) {
             return;
         }
         world.wake(run);

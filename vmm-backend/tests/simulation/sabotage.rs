@@ -13,7 +13,7 @@ pub(crate) enum Sabotage {
     PunchFirst,
     /// A run is read and punched without having been write-protected.
     SkipProtect,
-    /// One wake in fifty is left out.
+    /// A wake in three is left out.
     DropWake,
     /// An evictor lifts its range's protection after the run was handed back.
     LiftLate,

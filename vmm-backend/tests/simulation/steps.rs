@@ -2,7 +2,6 @@
 //! servers or the operator.
 
 use std::cell::RefCell;
-use std::collections::HashSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -11,8 +10,8 @@ use outram_backend::engine::policy::TwoQueues;
 use outram_backend::engine::shard::{FetchFailed, Shard};
 use outram_backend::engine::slots::SlotPool;
 use outram_backend::engine::staging::StagingPool;
-use outram_backend::engine::stats::{FaultKind, Stats};
-use outram_backend::engine::table::{PageTable, State};
+use outram_backend::engine::stats::Stats;
+use outram_backend::engine::table::PageTable;
 use outram_backend::engine::tag::TagKey;
 use outram_backend::engine::{PageIndex, PageRun, PinId, Shared, SharedRef};
 
@@ -21,13 +20,29 @@ use crate::ports::{SimEvictor, SimPorts};
 use crate::sabotage::Sabotage;
 use crate::servers::{SERVERS, Started};
 use crate::world::{
-    Check, DeviceRequest, Message, OutRun, PAGES, SHARD_PAGES, SHARDS, STAGING_MOST, Violation,
-    World, fail, shard_of,
+    DeviceRequest, Message, OutRun, PAGES, SHARD_PAGES, SHARDS, Uffd, Vcpu, Violation, World,
+    shard_of,
 };
 
-/// Smallest limit that the simulated operator sets; far above what the device pins.
-const LIMIT_LEAST: u32 = 24;
 const PINNED_MOST: u32 = 6;
+
+/// Something that may happen.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Action {
+    Guest,
+    Signal,
+    Kernel,
+    Owner,
+    Evictor,
+    RunDone,
+    Write,
+    Fetch,
+    Alert,
+    Retry,
+    Device,
+    Discard,
+    Mishap,
+}
 
 pub(crate) struct Simulation {
     pub(crate) world: Rc<RefCell<World>>,
@@ -36,8 +51,12 @@ pub(crate) struct Simulation {
     evictor: SimEvictor,
     next_pin: u64,
     /// The guest issues nothing new, and nothing new goes wrong.
-    calm: bool,
+    pub(crate) calm: bool,
+    /// How much more often than usual each action comes: other weather, other interleavings.
+    weather: [u64; ACTIONS],
 }
+
+const ACTIONS: usize = 14;
 
 fn shared() -> SharedRef {
     let stats = Stats::new();
@@ -75,6 +94,7 @@ impl Simulation {
             shared,
             next_pin: 0,
             calm: false,
+            weather: [10; ACTIONS],
         };
         simulation.adopt_populated();
         for server in 0..SERVERS {
@@ -96,85 +116,105 @@ impl Simulation {
         }
     }
 
-    /// One step, and the check of everything after it.
-    pub(crate) fn step(&mut self) -> Result<(), Violation> {
-        let used_before = self.shared.budget.used();
-        let dice = {
-            let mut world = self.world.borrow_mut();
-            world.clock_us += 1;
-            world.random.below(1000)
-        };
-        match dice {
-            0..300 => self.guest_step()?,
-            300..400 => self.kernel_step(),
-            400..520 => self.owner_step(),
-            520..700 => self.evictor_step()?,
-            700..760 => self.hand_back_run(),
-            760..840 => self.writer_step(),
-            840..920 => self.fetch_step(),
-            920..940 => self.pump_alerted(),
-            940..960 => self.retry(),
-            960..985 => self.device_step()?,
-            _ if self.calm => {}
-            985..990 => self.discard(),
-            990..993 => self.tune(),
-            _ => self.mishap(),
+    /// Sets how often what happens until it is set again.
+    pub(crate) fn change_weather(&mut self) {
+        self.weather = [10; ACTIONS];
+        let world = &mut *self.world.borrow_mut();
+        if !self.calm {
+            for weight in &mut self.weather {
+                *weight = [1, 3, 10, 10, 30, 100][world.random.below(6) as usize];
+            }
         }
-        self.sabotage();
-        self.world.borrow_mut().check(&self.shards, used_before)
+        let span = [6, 24, PAGES][world.random.below(3) as usize];
+        let first = world.random.below(u64::from(PAGES - span) + 1) as u32;
+        world.hot = (first, span);
     }
 
-    fn roll(&self, end: u64) -> u64 {
+    /// What can happen now, each with how often it shall.
+    pub(crate) fn possible(&self) -> Vec<(u64, Action)> {
+        let world = self.world.borrow();
+        let runs = |ended| world.runs.iter().any(|run| run.run.has_ended() == ended);
+        let connected = world.servers.servers.iter().any(|server| server.connected);
+        let may_go_on = |vcpu: &Vcpu| !vcpu.waits && (vcpu.access.is_some() || !self.calm);
+        let all = [
+            (400, Action::Guest, world.vcpus.iter().any(may_go_on)),
+            (4, Action::Signal, !self.calm),
+            (100, Action::Kernel, world.uffds.iter().any(Uffd::is_busy)),
+            (120, Action::Owner, world.uffds.iter().any(Uffd::has_read)),
+            (150, Action::Evictor, runs(false)),
+            (80, Action::RunDone, runs(true)),
+            (60, Action::Write, connected && !world.orders.is_empty()),
+            (80, Action::Write, !world.servers.writes.is_empty()),
+            (80, Action::Fetch, !world.servers.fetches.is_empty()),
+            (40, Action::Alert, world.alerted.contains(&true)),
+            (
+                20,
+                Action::Retry,
+                self.shards.iter().any(Shard::has_retries),
+            ),
+            (20, Action::Device, !self.calm || !world.device.is_empty()),
+            (3, Action::Discard, !self.calm),
+            (6, Action::Mishap, !self.calm),
+        ];
+        let all = all.into_iter().zip(self.weather);
+        let possible = all.filter(|((.., possible), _)| *possible);
+        possible
+            .map(|((weight, action, _), weather)| (weight * weather, action))
+            .collect()
+    }
+
+    /// One step, and the check of everything after it. False where nothing can happen.
+    pub(crate) fn step(&mut self) -> Result<bool, Violation> {
+        let used_before = self.shared.budget.used();
+        let possible = self.possible();
+        let weights: u64 = possible.iter().map(|(weight, _)| weight).sum();
+        if weights == 0 {
+            return Ok(false);
+        }
+        let mut dice = self.roll(weights);
+        for (weight, action) in possible {
+            if dice < weight {
+                self.act(action)?;
+                break;
+            }
+            dice -= weight;
+        }
+        self.sabotage();
+        let mut world = self.world.borrow_mut();
+        world.clock_us += 1;
+        world.check(&self.shards, used_before)?;
+        Ok(true)
+    }
+
+    fn act(&mut self, action: Action) -> Result<(), Violation> {
+        match action {
+            Action::Guest => self.world.borrow_mut().run_vcpu(!self.calm)?,
+            Action::Signal => self.world.borrow_mut().interrupt_vcpu()?,
+            Action::Kernel => self.world.borrow_mut().kernel_step(),
+            Action::Owner => self.owner_step(),
+            Action::Evictor => self.evictor_step()?,
+            Action::RunDone => self.hand_back_run(),
+            Action::Write => self.writer_step(),
+            Action::Fetch => self.fetch_step(),
+            Action::Alert => self.pump_alerted(),
+            Action::Retry => self.retry(),
+            Action::Device => self.device_step()?,
+            Action::Discard => self.world.borrow_mut().discard_somewhere(),
+            Action::Mishap => self.mishap(),
+        }
+        Ok(())
+    }
+
+    pub(crate) fn roll(&self, end: u64) -> u64 {
         self.world.borrow_mut().random.below(end)
     }
 
-    fn chance(&self, per_mille: u64) -> bool {
+    pub(crate) fn chance(&self, per_mille: u64) -> bool {
         self.world.borrow_mut().random.chance(per_mille)
     }
 
-    fn pick(&self, len: usize) -> Option<usize> {
+    pub(crate) fn pick(&self, len: usize) -> Option<usize> {
         self.world.borrow_mut().random.index(len)
-    }
-
-    fn guest_step(&mut self) -> Result<(), Violation> {
-        let world = &mut *self.world.borrow_mut();
-        let vcpus = world.vcpus.len();
-        let mut number = world.random.below(vcpus as u64) as usize;
-        if world.vcpus[number].waits && world.random.chance(30) {
-            return world.interrupt(number);
-        }
-        // One that can go on does.
-        let runs = |number: &usize| !world.vcpus[*number].waits;
-        match (number..vcpus).chain(0..number).find(runs) {
-            Some(next) => number = next,
-            None => return Ok(()),
-        }
-        if world.vcpus[number].access.is_none() {
-            if self.calm {
-                return Ok(());
-            }
-            world.choose_access(number);
-        }
-        world.try_access(number)
-    }
-
-    fn kernel_step(&mut self) {
-        let world = &mut *self.world.borrow_mut();
-        let first = world.random.below(SHARDS as u64) as usize;
-        let is_busy = |shard: &usize| {
-            let uffd = &world.uffds[*shard];
-            !uffd.faults.is_empty() || uffd.changing > 0 || !uffd.punched.is_empty()
-        };
-        let mut shards = (first..SHARDS).chain(0..first);
-        let shard = shards.find(is_busy).unwrap_or(first);
-        match world.random.below(4) {
-            0 => world.queue_removal(shard),
-            1 => world.return_from_discards(shard),
-            _ => {
-                let most = world.random.below(5) as usize + 1;
-                world.read_messages(shard, most);
-            }
-        }
     }
 
     /// A shard's owner deals with what it has read.
@@ -188,7 +228,7 @@ impl Simulation {
     }
 
     /// An owner deals with what it has read before it looks at anything else.
-    fn empty_inbox(&mut self, shard: usize) -> bool {
+    pub(crate) fn empty_inbox(&mut self, shard: usize) -> bool {
         let messages = std::mem::take(&mut self.world.borrow_mut().uffds[shard].inbox);
         let some = !messages.is_empty();
         for message in messages {
@@ -334,10 +374,11 @@ impl Simulation {
     }
 
     fn retry(&mut self) {
-        let shard = self.roll(SHARDS as u64) as usize;
-        if self.shards[shard].has_retries() {
-            self.empty_inbox(shard);
-            self.shards[shard].pump();
+        for shard in 0..SHARDS {
+            if self.shards[shard].has_retries() {
+                self.empty_inbox(shard);
+                self.shards[shard].pump();
+            }
         }
     }
 
@@ -420,223 +461,5 @@ impl Simulation {
             self.shards[request.shard].pump();
         }
         Ok(())
-    }
-
-    fn discard(&mut self) {
-        let world = &mut *self.world.borrow_mut();
-        // Most often something that is lost, for nothing else heals that.
-        let lost =
-            (0..PAGES).find(|page| world.shared.table.state(PageIndex(*page)) == State::Lost);
-        let first = match lost.filter(|_| world.random.chance(500)) {
-            Some(page) => page,
-            None => world.random.below(u64::from(PAGES)) as u32,
-        };
-        let end = (first + world.random.between(1, 6)).min((first / SHARD_PAGES + 1) * SHARD_PAGES);
-        let run = PageRun {
-            first: PageIndex(first),
-            count: end - first,
-        };
-        if world.is_unpinned(run) {
-            world.discard(run);
-        }
-    }
-
-    /// The operator changes the limit; every shard is told.
-    fn tune(&mut self) {
-        {
-            let world = &mut *self.world.borrow_mut();
-            let limit = world.random.between(LIMIT_LEAST, 150);
-            let staging = world.random.between(6, STAGING_MOST);
-            let kept = world.random.below(50);
-            let shared = Arc::clone(&world.shared);
-            world.limit = u64::from(limit);
-            let beyond = if world.is(Sabotage::IgnoreLimit) {
-                20
-            } else {
-                0
-            };
-            shared.budget.set_limit(world.limit + beyond);
-            shared.staging.set_capacity(staging);
-            shared.slots.set_keep_allowance(kept);
-            for slot in shared.staging.drain_retired() {
-                world.staging[slot.0 as usize] = None;
-            }
-            // Slots in use beyond a capacity set before come on top until they are free.
-            world.backed_before = shared.staging.backed();
-            world.alerted = [true; SHARDS];
-        }
-    }
-
-    /// Something goes wrong.
-    fn mishap(&mut self) {
-        let server = self.roll(SERVERS as u64) as usize;
-        match self.roll(100) {
-            0..12 => self.world.borrow_mut().set_connected(server, false),
-            12..60 => self.reconnect(server),
-            60..62 => self.world.borrow_mut().restart_empty(server),
-            62..66 => self.world.borrow_mut().flip_stored_bit(),
-            66..70 => self.vacate(),
-            70..80 => self.freeze(),
-            _ => self.thaw(),
-        }
-        self.tell_lost_groups();
-    }
-
-    fn reconnect(&mut self, server: usize) {
-        self.world.borrow_mut().set_connected(server, true);
-    }
-
-    /// Each shard hears of lost slabs at its own time.
-    fn tell_lost_groups(&mut self) {
-        for shard in 0..SHARDS {
-            if !self.calm && self.chance(500) {
-                continue;
-            }
-            let lost: HashSet<u32> =
-                std::mem::take(&mut self.world.borrow_mut().servers.lost_notices[shard]);
-            if !lost.is_empty() {
-                self.empty_inbox(shard);
-                self.shards[shard].on_groups_lost(&lost);
-                self.shards[shard].pump();
-            }
-        }
-    }
-
-    /// A server wants a slab back.
-    fn vacate(&mut self) {
-        let slab = {
-            let world = &mut *self.world.borrow_mut();
-            let server = world.random.below(SERVERS as u64) as usize;
-            let slabs: Vec<_> = world.servers.servers[server]
-                .slabs
-                .keys()
-                .copied()
-                .collect();
-            let Some(number) = world.random.index(slabs.len()) else {
-                return;
-            };
-            outram_backend::engine::slots::SlabRef {
-                server,
-                slab: slabs[number],
-            }
-        };
-        if let Some(group) = self.shared.slots.vacate(slab) {
-            for shard in 0..SHARDS {
-                self.empty_inbox(shard);
-                self.shards[shard].on_vacate(group);
-                self.shards[shard].pump();
-            }
-        }
-    }
-
-    /// A part of a shard is mapped anew, without its protections.
-    fn freeze(&mut self) {
-        let shard = self.roll(SHARDS as u64) as usize;
-        let run = {
-            let world = &mut *self.world.borrow_mut();
-            let first = shard as u32 * SHARD_PAGES + world.random.below(32) as u32;
-            let run = PageRun {
-                first: PageIndex(first),
-                count: 16,
-            };
-            let busy = |page| world.shared.table.state(page) == State::Busy;
-            if world.uffds[shard].frozen.is_some() || run.pages().any(busy) {
-                return;
-            }
-            world.uffds[shard].frozen = Some(run);
-            world.remap(run);
-            run
-        };
-        self.empty_inbox(shard);
-        self.shards[shard].freeze(run);
-        self.shards[shard].pump();
-    }
-
-    fn thaw(&mut self) {
-        for shard in 0..SHARDS {
-            if self.world.borrow_mut().uffds[shard].frozen.take().is_some() {
-                self.empty_inbox(shard);
-                self.shards[shard].thaw();
-                self.shards[shard].pump();
-            }
-        }
-    }
-
-    /// Lets everything come to an end that can, and checks that nobody is left waiting.
-    pub(crate) fn settle(&mut self) -> Result<(), Violation> {
-        self.calm = true;
-        for server in 0..SERVERS {
-            self.reconnect(server);
-        }
-        self.tell_lost_groups();
-        self.thaw();
-        for round in 0.. {
-            for _ in 0..400 {
-                self.step()?;
-            }
-            self.pump_alerted();
-            if self.is_idle() {
-                break;
-            }
-            if round > 300 {
-                let world = self.world.borrow();
-                return fail(Check::Stuck, format!("no end: {:?}", world.summary()));
-            }
-        }
-        self.world.borrow().check_quiet()?;
-        self.calm = false;
-        Ok(())
-    }
-
-    /// Nothing is under way in any queue.
-    fn is_idle(&self) -> bool {
-        let world = self.world.borrow();
-        let uffd_idle = world.uffds.iter().all(|uffd| {
-            uffd.faults.is_empty()
-                && uffd.events.is_empty()
-                && uffd.inbox.is_empty()
-                && uffd.punched.is_empty()
-                && uffd.changing == 0
-        });
-        let is_owed = |number: usize| {
-            let vcpu = &world.vcpus[number];
-            !vcpu.waits && vcpu.access.is_some()
-        };
-        uffd_idle
-            && world.runs.is_empty()
-            && world.servers.fetches.is_empty()
-            && world.servers.writes.is_empty()
-            && world.pin_answers.is_empty()
-            && !world.device.values().any(|request| request.granted)
-            && !world.alerted.contains(&true)
-            && !(0..world.vcpus.len()).any(is_owed)
-            && !self.shards.iter().any(Shard::has_retries)
-            && world.orders.is_empty()
-    }
-}
-
-impl Simulation {
-    /// The run went everywhere: a simulation that does nothing checks nothing.
-    pub(crate) fn assert_lively(&self, steps: u64) {
-        if steps < 20_000 {
-            return;
-        }
-        let stats = &self.shared.stats;
-        let faults = FaultKind::ALL.map(|kind| (kind.name(), stats.faults(kind)));
-        for (name, count) in faults.into_iter().chain([
-            ("clean evictions", stats.evicted_clean.get()),
-            ("filled evictions", stats.evicted_filled.get()),
-            ("staged evictions", stats.evicted_staged.get()),
-            ("failed runs", stats.failed_runs.get()),
-            ("write-backs", stats.written_back.get()),
-            ("removals", stats.removed.get()),
-            ("waits for room", stats.stalls_limit.get()),
-            ("waits for a server", stats.stalls_server.get()),
-            ("duplicates", stats.duplicates.get()),
-            ("lost faults", 6 + stats.lost_faults.get()),
-        ]) {
-            println!("{name}: {count}");
-            assert!(count > 5, "only {count} {name} in {steps} steps");
-        }
     }
 }

@@ -107,11 +107,26 @@ pub(crate) struct Uffd {
     /// REMOVEs queued whose callers have not gone on: `mmap_changing`.
     pub(crate) changing: u32,
     /// REMOVEs read whose callers are about to go on.
-    pub(crate) returning: u32,
+    pub(crate) returning: Vec<PageRun>,
     /// Pages punched whose REMOVE is not queued yet.
     pub(crate) punched: Vec<PageRun>,
     pub(crate) inbox: VecDeque<Message>,
     pub(crate) frozen: Option<PageRun>,
+}
+
+impl Uffd {
+    /// The kernel has something to bring forward.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.faults.is_empty()
+            || !self.events.is_empty()
+            || self.changing > 0
+            || !self.punched.is_empty()
+    }
+
+    /// The owner has something to deal with.
+    pub(crate) fn has_read(&self) -> bool {
+        !self.inbox.is_empty()
+    }
 }
 
 /// A run out at an evictor.
@@ -143,7 +158,9 @@ pub(crate) struct World {
     pub(crate) allowed: Vec<Vec<Contents>>,
     /// Discards of each page that the engine has not dealt with.
     pub(crate) discarding: Vec<u32>,
-    /// Of those, the ones that end with the page's run.
+    /// Discards of each page whose callers have not gone on.
+    pub(crate) unreturned: Vec<u32>,
+    /// Of those not dealt with, the ones that end with the page's run.
     pub(crate) deferred: Vec<u32>,
     /// Pages whose stored copy the world has destroyed or damaged.
     pub(crate) may_be_lost: BTreeSet<u32>,
@@ -163,6 +180,8 @@ pub(crate) struct World {
     pub(crate) sabotage: Option<Sabotage>,
     /// Protections that a sabotaged evictor lifts when it is too late.
     pub(crate) late_lifts: Vec<PageRun>,
+    /// Where the guest is busiest: first page, number of pages.
+    pub(crate) hot: (u32, u32),
     /// The operator's limit.
     pub(crate) limit: u64,
     /// Staging slots with memory before the step.
@@ -185,6 +204,7 @@ impl World {
             protected: vec![false; PAGES as usize],
             allowed: vec![vec![zero.clone()]; PAGES as usize],
             discarding: vec![0; PAGES as usize],
+            unreturned: vec![0; PAGES as usize],
             deferred: vec![0; PAGES as usize],
             may_be_lost: BTreeSet::new(),
             vcpus: vec![Vcpu::default(); 6],
@@ -201,6 +221,7 @@ impl World {
             zero,
             sabotage,
             late_lifts: Vec::new(),
+            hot: (0, PAGES),
             limit: LIMIT_FIRST,
             backed_before: 0,
         }
@@ -226,24 +247,45 @@ impl World {
         }
     }
 
+    /// The kernel brings something forward at one of the descriptors.
+    pub(crate) fn kernel_step(&mut self) {
+        let first = self.random.below(SHARDS as u64) as usize;
+        let mut shards = (first..SHARDS).chain(0..first);
+        let Some(shard) = shards.find(|shard| self.uffds[*shard].is_busy()) else {
+            return;
+        };
+        match self.random.below(4) {
+            0 => self.queue_removal(shard),
+            1 => self.return_from_discards(shard),
+            _ => {
+                let most = self.random.below(5) as usize + 1;
+                self.read_messages(shard, most);
+            }
+        }
+    }
+
     /// The owner reads messages: faults first, as the kernel gives them.
-    pub(crate) fn read_messages(&mut self, shard: usize, most: usize) {
+    fn read_messages(&mut self, shard: usize, most: usize) {
         for _ in 0..most {
             let uffd = &mut self.uffds[shard];
             if let Some(message) = uffd.faults.pop_front() {
                 uffd.inbox.push_back(Message::Fault(message));
             } else if let Some(run) = uffd.events.pop_front() {
                 uffd.inbox.push_back(Message::Removed(run));
-                uffd.returning += 1;
+                uffd.returning.push(run);
             }
         }
     }
 
     /// The callers of REMOVEs that were read go on.
-    pub(crate) fn return_from_discards(&mut self, shard: usize) {
+    fn return_from_discards(&mut self, shard: usize) {
         let uffd = &mut self.uffds[shard];
-        uffd.changing -= uffd.returning;
-        uffd.returning = 0;
+        for run in std::mem::take(&mut uffd.returning) {
+            uffd.changing -= 1;
+            for page in run.pages() {
+                self.unreturned[page.0 as usize] -= 1;
+            }
+        }
     }
 
     /// The mapping of a range is replaced: its protections are gone, its pages are not. The VMM

@@ -1,0 +1,191 @@
+//! What the operator does, what goes wrong, and how everything comes to rest.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use outram_backend::engine::slots::SlabRef;
+use outram_backend::engine::stats::FaultKind;
+use outram_backend::engine::table::State;
+use outram_backend::engine::{PageIndex, PageRun};
+
+use crate::sabotage::Sabotage;
+use crate::servers::SERVERS;
+use crate::steps::Simulation;
+use crate::world::{Check, SHARD_PAGES, SHARDS, STAGING_MOST, Violation, fail};
+
+/// Smallest limit that the simulated operator sets; far above what the device pins.
+const LIMIT_LEAST: u32 = 24;
+/// Far more steps than anything takes to end.
+const STEPS_TO_REST_MOST: u64 = 100_000;
+
+impl Simulation {
+    /// The operator changes the limit; every shard is told.
+    fn tune(&mut self) {
+        {
+            let world = &mut *self.world.borrow_mut();
+            let limit = world.random.between(LIMIT_LEAST, 150);
+            let staging = world.random.between(6, STAGING_MOST);
+            let kept = world.random.below(50);
+            let shared = Arc::clone(&world.shared);
+            world.limit = u64::from(limit);
+            let beyond = if world.is(Sabotage::IgnoreLimit) {
+                20
+            } else {
+                0
+            };
+            shared.budget.set_limit(world.limit + beyond);
+            shared.staging.set_capacity(staging);
+            shared.slots.set_keep_allowance(kept);
+            for slot in shared.staging.drain_retired() {
+                world.staging[slot.0 as usize] = None;
+            }
+            // Slots in use beyond a capacity set before come on top until they are free.
+            world.backed_before = shared.staging.backed();
+            world.alerted = [true; SHARDS];
+        }
+    }
+
+    /// Something goes wrong.
+    pub(crate) fn mishap(&mut self) {
+        let server = self.roll(SERVERS as u64) as usize;
+        match self.roll(100) {
+            0..12 => self.world.borrow_mut().set_connected(server, false),
+            12..40 => self.world.borrow_mut().set_connected(server, true),
+            40..60 => self.tune(),
+            60..62 => self.world.borrow_mut().restart_empty(server),
+            62..66 => self.world.borrow_mut().flip_stored_bit(),
+            66..70 => self.vacate(),
+            70..80 => self.freeze(),
+            _ => self.thaw(),
+        }
+        self.tell_lost_groups();
+    }
+
+    /// Each shard hears of lost slabs at its own time.
+    fn tell_lost_groups(&mut self) {
+        for shard in 0..SHARDS {
+            if !self.calm && self.chance(500) {
+                continue;
+            }
+            let lost: HashSet<u32> =
+                std::mem::take(&mut self.world.borrow_mut().servers.lost_notices[shard]);
+            if !lost.is_empty() {
+                self.empty_inbox(shard);
+                self.shards[shard].on_groups_lost(&lost);
+                self.shards[shard].pump();
+            }
+        }
+    }
+
+    /// A server wants a slab back.
+    fn vacate(&mut self) {
+        let slab = {
+            let world = &mut *self.world.borrow_mut();
+            let server = world.random.below(SERVERS as u64) as usize;
+            let slabs: Vec<_> = world.servers.servers[server]
+                .slabs
+                .keys()
+                .copied()
+                .collect();
+            let Some(number) = world.random.index(slabs.len()) else {
+                return;
+            };
+            SlabRef {
+                server,
+                slab: slabs[number],
+            }
+        };
+        if let Some(group) = self.shared.slots.vacate(slab) {
+            for shard in 0..SHARDS {
+                self.empty_inbox(shard);
+                self.shards[shard].on_vacate(group);
+                self.shards[shard].pump();
+            }
+        }
+    }
+
+    /// A part of a shard is mapped anew, without its protections.
+    fn freeze(&mut self) {
+        let shard = self.roll(SHARDS as u64) as usize;
+        let run = {
+            let world = &mut *self.world.borrow_mut();
+            let first = shard as u32 * SHARD_PAGES + world.random.below(32) as u32;
+            let run = PageRun {
+                first: PageIndex(first),
+                count: 16,
+            };
+            let busy = |page| world.shared.table.state(page) == State::Busy;
+            if world.uffds[shard].frozen.is_some() || run.pages().any(busy) {
+                return;
+            }
+            world.uffds[shard].frozen = Some(run);
+            world.remap(run);
+            run
+        };
+        self.empty_inbox(shard);
+        self.shards[shard].freeze(run);
+        self.shards[shard].pump();
+    }
+
+    fn thaw(&mut self) {
+        for shard in 0..SHARDS {
+            if self.world.borrow_mut().uffds[shard].frozen.take().is_some() {
+                self.empty_inbox(shard);
+                self.shards[shard].thaw();
+                self.shards[shard].pump();
+            }
+        }
+    }
+
+    /// Lets everything come to an end that can, and checks that nobody is left waiting.
+    pub(crate) fn settle(&mut self) -> Result<(), Violation> {
+        self.calm = true;
+        self.change_weather();
+        for server in 0..SERVERS {
+            self.world.borrow_mut().set_connected(server, true);
+        }
+        self.tell_lost_groups();
+        self.thaw();
+        let mut steps = 0;
+        while self.step()? {
+            steps += 1;
+            if steps > STEPS_TO_REST_MOST {
+                let world = self.world.borrow();
+                return fail(
+                    Check::Stuck,
+                    format!("no end: {:?}: {:?}", self.possible(), world.summary()),
+                );
+            }
+        }
+        self.world.borrow().check_quiet()?;
+        self.calm = false;
+        self.change_weather();
+        Ok(())
+    }
+}
+
+impl Simulation {
+    /// The run went everywhere: a simulation that does nothing checks nothing.
+    pub(crate) fn assert_lively(&self, steps: u64) {
+        if steps < 20_000 {
+            return;
+        }
+        let stats = &self.shared.stats;
+        let faults = FaultKind::ALL.map(|kind| (kind.name(), stats.faults(kind)));
+        for (name, count) in faults.into_iter().chain([
+            ("clean evictions", stats.evicted_clean.get()),
+            ("filled evictions", stats.evicted_filled.get()),
+            ("staged evictions", stats.evicted_staged.get()),
+            ("failed runs", stats.failed_runs.get()),
+            ("write-backs", stats.written_back.get()),
+            ("removals", stats.removed.get()),
+            ("waits for room", stats.stalls_limit.get()),
+            ("waits for a server", stats.stalls_server.get()),
+            ("duplicates", stats.duplicates.get()),
+            ("lost faults", 6 + stats.lost_faults.get()),
+        ]) {
+            println!("{name}: {count}");
+            assert!(count > 5, "only {count} {name} in {steps} steps");
+        }
+    }
+}
