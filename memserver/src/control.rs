@@ -183,7 +183,8 @@ fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
             let outcome = match &leased {
                 Ok(_) => Outcome::Granted,
                 Err(refusal) => {
-                    tracing::warn!(%vm, %client, %refusal, "no slab is leased");
+                    // A client may ask again and again: the metric tells how often.
+                    tracing::debug!(%vm, %client, %refusal, "no slab is leased");
                     Outcome::Refused
                 }
             };

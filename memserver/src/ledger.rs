@@ -18,7 +18,7 @@ use outram_wire::server::{
 use outram_wire::units::VmId;
 
 use crate::session::Session;
-use crate::slab::Slab;
+use crate::slab::{Counts, Slab};
 
 /// How long the threads of a fenced session get to finish what they are at: copying a few MiB.
 const FENCE_TIMEOUT: Duration = Duration::from_secs(4);
@@ -286,7 +286,7 @@ impl Ledger {
         let free_bytes = books.memory_bytes.saturating_sub(books.reserved_bytes());
         let account = account_of(&mut books, hold)?;
         let slab_bytes = self.terms.slab_bytes;
-        let leased = account.session.slab_count() * slab_bytes;
+        let leased = account.session.mapped_bytes();
         let wanted = bytes.div_ceil(slab_bytes).saturating_mul(slab_bytes);
         let wanted = wanted.max(leased);
         let more = wanted.saturating_sub(account.reserved_bytes);
@@ -307,14 +307,14 @@ impl Ledger {
         let id = SlabId(books.next_slab);
         let slab_bytes = self.terms.slab_bytes;
         let account = account_of(&mut books, hold)?;
-        let leased = account.session.slab_count() * slab_bytes;
+        // Released slabs count for as long as a request in work uses them.
+        let leased = account.session.mapped_bytes();
         if leased + slab_bytes > account.reserved_bytes {
             return Err(Refusal::ReservationExhausted {
                 reserved_bytes: account.reserved_bytes,
             });
         }
-        // Released slabs count for as long as a request in work uses them, and what may be lent can
-        // have been lowered since the reservation.
+        // What may be lent can have been lowered since the reservation.
         let lent = self.lent_bytes.load(Ordering::Acquire);
         if lent + slab_bytes > memory_bytes {
             return Err(Refusal::ServerFull {
@@ -322,10 +322,12 @@ impl Ledger {
                 free_bytes: memory_bytes.saturating_sub(lent),
             });
         }
-        let slab = Slab::map(self.slab_bytes(), &self.lent_bytes).map_err(|error| {
-            Refusal::OutOfMemory {
-                reason: error.to_string(),
-            }
+        let counts = Counts {
+            server: self.lent_bytes.clone(),
+            client: account.session.count(),
+        };
+        let slab = Slab::map(self.slab_bytes(), counts).map_err(|error| Refusal::OutOfMemory {
+            reason: error.to_string(),
         })?;
         account.session.add_slab(id, slab);
         books.next_slab += 1;

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,7 @@ pub(crate) struct Session {
     pub(crate) name: ClientName,
     pub(crate) secret: SessionSecret,
     slabs: RwLock<BTreeMap<SlabId, Arc<Slab>>>,
+    mapped_bytes: Arc<AtomicU64>,
     connections: Mutex<Connections>,
     left: Condvar,
 }
@@ -47,6 +49,7 @@ impl Session {
             name,
             secret,
             slabs: RwLock::default(),
+            mapped_bytes: Arc::default(),
             connections: Mutex::default(),
             left: Condvar::new(),
         }
@@ -146,6 +149,16 @@ impl Session {
     pub(crate) fn slab_count(&self) -> u64 {
         let slabs = self.slabs.read().unwrap_or_else(PoisonError::into_inner);
         slabs.len() as u64
+    }
+
+    /// Bytes of the client's slabs, of those too that it released while a request still used them.
+    pub(crate) fn mapped_bytes(&self) -> u64 {
+        self.mapped_bytes.load(Ordering::Acquire)
+    }
+
+    /// Where the client's slabs are to be counted.
+    pub(crate) fn count(&self) -> Arc<AtomicU64> {
+        self.mapped_bytes.clone()
     }
 
     pub(crate) fn add_slab(&self, id: SlabId, slab: Slab) {

@@ -21,8 +21,17 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 pub(crate) struct Slab {
     base: NonNull<u8>,
     bytes: usize,
-    /// Bytes of all slabs together: ours is added at mapping and taken off at unmapping.
-    lent_bytes: Arc<AtomicU64>,
+    counts: Counts,
+}
+
+/// Where mapped bytes are counted, from mapping to unmapping.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Counts {
+    /// Of the whole server.
+    pub(crate) server: Arc<AtomicU64>,
+    /// Of the client that the slab was leased to: a slab that it released and still reads from
+    /// stays on its own account, so that nobody else goes short.
+    pub(crate) client: Arc<AtomicU64>,
 }
 
 // SAFETY: the mapping belongs to the slab alone and is not bound to a thread.
@@ -40,7 +49,7 @@ pub(crate) struct Piece {
 
 impl Slab {
     /// Maps a slab. It reads as zeros, and takes memory from the system as it is written.
-    pub(crate) fn map(bytes: usize, lent_bytes: &Arc<AtomicU64>) -> io::Result<Self> {
+    pub(crate) fn map(bytes: usize, counts: Counts) -> io::Result<Self> {
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no memory of
         // ours; the result is checked before it is used.
         let base = unsafe {
@@ -59,11 +68,13 @@ impl Slab {
         let Some(base) = NonNull::new(base.cast()) else {
             return Err(io::Error::other("the system mapped a slab at address zero"));
         };
-        lent_bytes.fetch_add(bytes as u64, Ordering::AcqRel);
+        for count in [&counts.server, &counts.client] {
+            count.fetch_add(bytes as u64, Ordering::AcqRel);
+        }
         let slab = Self {
             base,
             bytes,
-            lent_bytes: lent_bytes.clone(),
+            counts,
         };
         slab.keep_private()?;
         Ok(slab)
@@ -87,8 +98,9 @@ impl Drop for Slab {
         // more, for each holds an `Arc` of the slab.
         let unmapped = unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
         debug_assert_eq!(unmapped, 0, "a whole own mapping can be unmapped");
-        self.lent_bytes
-            .fetch_sub(self.bytes as u64, Ordering::AcqRel);
+        for count in [&self.counts.server, &self.counts.client] {
+            count.fetch_sub(self.bytes as u64, Ordering::AcqRel);
+        }
     }
 }
 
@@ -219,8 +231,8 @@ mod tests {
 
     const BYTES: usize = 64 * 1024;
 
-    fn slab(lent: &Arc<AtomicU64>) -> Arc<Slab> {
-        Arc::new(Slab::map(BYTES, lent).expect("64 KiB can be mapped"))
+    fn slab(counts: &Counts) -> Arc<Slab> {
+        Arc::new(Slab::map(BYTES, counts.clone()).expect("64 KiB can be mapped"))
     }
 
     fn read(pieces: &[Piece]) -> Vec<u8> {
@@ -238,7 +250,7 @@ mod tests {
 
     #[test]
     fn ranges_past_the_end_are_no_pieces() {
-        let slab = slab(&Arc::default());
+        let slab = slab(&Counts::default());
         assert!(Piece::new(slab.clone(), 0, BYTES as u32).is_some());
         assert!(Piece::new(slab.clone(), 1, BYTES as u32).is_none());
         assert!(Piece::new(slab.clone(), BYTES as u32, 1).is_none());
@@ -247,7 +259,7 @@ mod tests {
 
     #[test]
     fn bytes_come_back_across_pieces() {
-        let slab = slab(&Arc::default());
+        let slab = slab(&Counts::default());
         let piece = |offset, length| Piece::new(slab.clone(), offset, length).expect("in range");
         let pieces = [piece(4096, 10), piece(0, 3), piece(9000, 20)];
         let data: Vec<u8> = (1..=33).collect();
@@ -265,12 +277,14 @@ mod tests {
 
     #[test]
     fn memory_counts_until_its_last_user_is_done() {
-        let lent = Arc::new(AtomicU64::new(0));
-        let slab = slab(&lent);
+        let counts = Counts::default();
+        let slab = slab(&counts);
         let piece = Piece::new(slab.clone(), 0, 1).expect("in range");
         drop(slab);
-        assert_eq!(lent.load(Ordering::Acquire), BYTES as u64);
+        assert_eq!(counts.server.load(Ordering::Acquire), BYTES as u64);
+        assert_eq!(counts.client.load(Ordering::Acquire), BYTES as u64);
         drop(piece);
-        assert_eq!(lent.load(Ordering::Acquire), 0);
+        assert_eq!(counts.server.load(Ordering::Acquire), 0);
+        assert_eq!(counts.client.load(Ordering::Acquire), 0);
     }
 }

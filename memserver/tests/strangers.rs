@@ -16,7 +16,9 @@ use outram_memserver::Server;
 use outram_wire::server::channel::{Channel, ChannelError};
 use outram_wire::server::control::MAX_CLIENT_FRAME_BYTES;
 use outram_wire::server::data::{self, MAX_EXTENTS, Op, encode_request};
-use outram_wire::server::{ClientMessage, Extent, Refusal, Request, ServerMessage, SlabId, Token};
+use outram_wire::server::{
+    ClientMessage, Extent, Refusal, Reply, Request, ServerMessage, SlabId, Token,
+};
 use outram_wire::tls::{self, Kind};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, RootCertStore};
@@ -79,10 +81,7 @@ impl House {
     /// The guest still has what it had, and the server is as before.
     fn stands(&mut self) {
         assert_eq!(self.data.read(self.slab, 0, 4096), [0x5a; 4096]);
-        assert_eq!(
-            self.guest.ask(Request::Renew),
-            outram_wire::server::Reply::Done
-        );
+        assert_eq!(self.guest.ask(Request::Renew), Reply::Done);
         let stats = self.server.stats();
         assert_eq!(stats.leased_bytes, SLAB);
         let own = stats.clients.iter().find(|client| client.vm == vm(1));
@@ -423,9 +422,27 @@ fn a_reader_that_stalls_stalls_itself_alone() {
     }
     std::thread::sleep(Duration::from_millis(100));
     house.stands();
-    // A slab in use by it is taken back from the client at once; memory follows the request.
+    // A slab in use by it is taken back from the client at once; memory follows the request, and
+    // until then is on its own account.
     let other = house.guest.lease();
     house.guest.release(slab);
+    assert_eq!(house.server.stats().leased_bytes, 2 * SLAB);
+    let bytes = 7 * SLAB;
+    let mut neighbour = Client::with_slabs(&house.server, &house.pki, 2, 6);
+    let refused = neighbour.ask(Request::Reserve { bytes });
+    assert!(matches!(
+        refused,
+        Reply::Refused(Refusal::ServerFull { .. })
+    ));
+    let refused = house.guest.ask(Request::Lease);
+    assert!(matches!(
+        refused,
+        Reply::Refused(Refusal::ReservationExhausted { .. })
+    ));
+    for _ in 0..6 {
+        neighbour.lease();
+    }
+    assert_eq!(neighbour.ask(Request::Goodbye), Reply::Done);
     assert_eq!(house.data.read(other, 0, 1), [0]);
     let stats = house.server.stats();
     assert_eq!(stats.clients[0].slabs, 1);

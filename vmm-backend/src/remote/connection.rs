@@ -128,6 +128,12 @@ impl AsRawFd for DataConn {
 }
 
 impl DataConn {
+    /// Most memory that a connection's buffers take: a full queue and the largest reply. One that
+    /// reads single pages stays at [`DataConn::MEMORY_BYTES`].
+    pub const MEMORY_BYTES_MAX: usize = MAX_QUEUED_BYTES + MAX_PAYLOAD_BYTES + MAX_REQUEST_BYTES;
+    /// Memory that a connection's buffers take at first.
+    pub const MEMORY_BYTES: usize = BUFFER_BYTES + MAX_REQUEST_BYTES;
+
     /// Takes a socket that the server has admitted and that does not block.
     pub(super) fn new(server: ServerAddress, socket: TcpStream) -> Self {
         Self {
@@ -216,6 +222,7 @@ impl DataConn {
             };
             self.sent_bytes += sent as u64;
         }
+        self.make_queue_room(payload, sent);
         let mut skip = sent;
         for piece in std::iter::once(self.frame.as_slice()).chain(payload.iter().copied()) {
             let skipped = skip.min(piece.len());
@@ -223,6 +230,16 @@ impl DataConn {
             self.queue.extend_from_slice(&piece[skipped..]);
         }
         Ok(())
+    }
+
+    /// Room for what the socket did not take, and not more: a vector that doubles by itself would
+    /// take twice what is promised.
+    fn make_queue_room(&mut self, payload: &[&[u8]], sent: usize) {
+        self.queue.drain(..self.queue_start);
+        self.queue_start = 0;
+        let payload_bytes: usize = payload.iter().map(|piece| piece.len()).sum();
+        let rest = self.frame.len() + payload_bytes - sent;
+        self.queue.reserve_exact(rest);
     }
 
     /// Whether bytes wait for the socket to become writable: poll for that, then [`Self::flush`].
@@ -342,6 +359,7 @@ impl DataConn {
         };
         let needed = REPLY_BYTES + awaited as usize;
         if self.buffer.len() < needed {
+            self.buffer.reserve_exact(needed - self.buffer.len());
             self.buffer.resize(needed, 0);
         }
         self.buffer.len() - self.end

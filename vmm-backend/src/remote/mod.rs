@@ -141,8 +141,8 @@ impl Default for Timing {
     fn default() -> Self {
         Self {
             connect: Duration::from_secs(5),
-            answer: Duration::from_secs(5),
-            renew: Duration::from_secs(2),
+            answer: Duration::from_secs(4),
+            renew: Duration::from_secs(1),
             retry_min: Duration::from_millis(50),
             retry_max: Duration::from_secs(2),
         }
