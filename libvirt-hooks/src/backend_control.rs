@@ -82,6 +82,14 @@ impl BackendControl {
         }
     }
 
+    /// The backend's metrics, in Prometheus' text form.
+    pub fn metrics(&self) -> Result<String, ControlError> {
+        match self.ask(Request::Metrics)? {
+            Reply::Metrics(text) => Ok(text),
+            other => Err(self.refusal(other)),
+        }
+    }
+
     /// Sets a new limit.
     pub fn tune(&self, limit: Limit) -> Result<(), ControlError> {
         self.command(Request::Tune(limit))

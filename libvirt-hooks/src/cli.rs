@@ -3,6 +3,7 @@
 pub mod attach;
 pub mod doctor;
 mod host_checks;
+pub mod metrics;
 pub mod pki;
 pub mod report;
 pub mod setup;
@@ -69,6 +70,8 @@ pub enum Command {
     ///
     /// Asks each backend, never libvirt's monitor, so it works while a guest stands still.
     Status(status::StatusArguments),
+    /// Print the metrics of a running domain in Prometheus' text form
+    Metrics(metrics::MetricsArguments),
 }
 
 /// How much of the host's memory a guest may use: exactly one of the two.
@@ -122,5 +125,6 @@ pub fn run(arguments: &Arguments) -> Result<bool> {
         Command::Detach(detach) => detach.run(uri, &paths),
         Command::Tune(tune) => tune.run(uri, &paths),
         Command::Status(status) => status.run(uri, &paths),
+        Command::Metrics(metrics) => metrics.run(uri, &paths),
     }
 }

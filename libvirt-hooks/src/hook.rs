@@ -161,13 +161,14 @@ fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
         return Err(HookError::NoServer(paths.config.clone()));
     }
     Ok(Some(Launch {
-        backend: host::find_backend()?,
+        backend: host::find_backend(paths)?,
         run: paths.run.clone(),
         vm: domain.vm_id()?,
         name: domain.name()?,
         ram_bytes: domain.ram_bytes()?,
         settings,
         socket_user: qemu_user::find(&domain, &paths.qemu_conf),
+        systemd: paths.systemd,
         config: paths.config_is_given.then(|| paths.config.clone()),
     }))
 }

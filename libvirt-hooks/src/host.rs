@@ -28,6 +28,10 @@ pub struct Paths {
     pub qemu_conf: PathBuf,
     /// libvirt's directory of QEMU hooks.
     pub hooks: PathBuf,
+    /// The backend program, if it is not to be looked for.
+    pub backend: Option<PathBuf>,
+    /// Whether backends are started as units of systemd.
+    pub systemd: bool,
 }
 
 impl Default for Paths {
@@ -38,6 +42,9 @@ impl Default for Paths {
             config_is_given: false,
             qemu_conf: "/etc/libvirt/qemu.conf".into(),
             hooks: "/etc/libvirt/hooks/qemu.d".into(),
+            backend: None,
+            // The test of sd_booted(3).
+            systemd: Path::new("/run/systemd/system").is_dir(),
         }
     }
 }
@@ -50,6 +57,9 @@ impl Paths {
             paths.config = config.into();
             paths.config_is_given = true;
         }
+        paths.backend = env::var_os(BACKEND_VARIABLE)
+            .filter(|path| !path.is_empty())
+            .map(PathBuf::from);
         paths
     }
 }
@@ -67,15 +77,12 @@ pub enum NoBackend {
     NotFound(PathBuf),
 }
 
-/// Finds the backend program.
-pub fn find_backend() -> Result<PathBuf, NoBackend> {
-    if let Some(given) = env::var_os(BACKEND_VARIABLE).filter(|path| !path.is_empty()) {
-        let given = PathBuf::from(given);
-        return if is_executable(&given) {
-            Ok(given)
-        } else {
-            Err(NoBackend::Variable(given))
-        };
+/// Finds the backend program: the one given, else beside our own, else in `PATH`.
+pub fn find_backend(paths: &Paths) -> Result<PathBuf, NoBackend> {
+    match &paths.backend {
+        Some(given) if is_executable(given) => return Ok(given.clone()),
+        Some(given) => return Err(NoBackend::Variable(given.clone())),
+        None => {}
     }
     let beside = env::current_exe()
         .ok()

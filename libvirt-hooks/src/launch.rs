@@ -60,6 +60,8 @@ pub struct Launch {
     pub settings: MemorySettings,
     /// Who may connect to the vhost-user socket.
     pub socket_user: SocketUser,
+    /// Whether it becomes a unit of systemd.
+    pub systemd: bool,
     /// The backend's settings file, if not the usual one.
     pub config: Option<PathBuf>,
 }
@@ -171,7 +173,7 @@ impl Launch {
         let run_dir = self.run_dir();
         end_earlier(&run_dir)?;
         self.prepare_run_dir(&run_dir)?;
-        let mut started = if Path::new("/run/systemd/system").is_dir() {
+        let mut started = if self.systemd {
             self.start_unit(&run_dir)?
         } else {
             self.start_child(&run_dir)?

@@ -27,12 +27,15 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Where Yama says who may trace whom; the file is missing where Yama is not built in.
 const PTRACE_SCOPE: &str = "/proc/sys/kernel/yama/ptrace_scope";
 
-/// The capabilities that a backend needs, by their bits: IPC_LOCK, SYS_PTRACE, SYS_ADMIN.
-const CAPABILITIES: [(&str, u32); 3] = [
+/// The capabilities that a backend cannot do without, by their bits in capabilities(7).
+const NEEDED_CAPABILITIES: [(&str, u32); 3] = [
     ("CAP_IPC_LOCK", 14),
     ("CAP_SYS_PTRACE", 19),
     ("CAP_SYS_ADMIN", 21),
 ];
+
+/// Those that protect it from the OOM killer and lift the limit of locked memory.
+const WANTED_CAPABILITIES: [(&str, u32); 1] = [("CAP_SYS_RESOURCE", 24)];
 
 /// The kernel and its settings.
 pub(super) fn kernel() -> Vec<Check> {
@@ -118,16 +121,30 @@ fn capabilities() -> Check {
         .find_map(|line| line.strip_prefix("CapEff:"))
         .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
         .unwrap_or(0);
-    let missing: Vec<&str> = CAPABILITIES
-        .iter()
-        .filter(|(_, bit)| effective & (1 << bit) == 0)
-        .map(|(name, _)| *name)
-        .collect();
-    if missing.is_empty() {
-        Check::pass(name, "locked memory, tracing and mounting are allowed")
+    let missing = |wanted: &[(&'static str, u32)]| -> Vec<&'static str> {
+        let lacks = |bit: &u32| effective & (1 << *bit) == 0;
+        wanted
+            .iter()
+            .filter(|(_, bit)| lacks(bit))
+            .map(|(name, _)| *name)
+            .collect()
+    };
+    let needed = missing(&NEEDED_CAPABILITIES);
+    let wanted = missing(&WANTED_CAPABILITIES);
+    let cure = "run this as root; in a container, allow them";
+    if !needed.is_empty() {
+        Check::fail(name, format!("missing: {}", needed.join(", ")), cure)
+    } else if !wanted.is_empty() {
+        let found = format!(
+            "missing: {}: the OOM killer may choose backends",
+            wanted.join(", ")
+        );
+        Check::warn(name, found, cure)
     } else {
-        let found = format!("missing: {}", missing.join(", "));
-        Check::fail(name, found, "run this as root; in a container, allow them")
+        Check::pass(
+            name,
+            "locked memory, tracing, mounting and OOM protection are allowed",
+        )
     }
 }
 
@@ -151,12 +168,12 @@ fn kvm() -> Option<Check> {
 
 /// Our own programs, and whether libvirt calls the hook.
 pub(super) fn programs(paths: &Paths) -> Vec<Check> {
-    vec![backend(), hook(paths)]
+    vec![backend(paths), hook(paths)]
 }
 
-fn backend() -> Check {
+fn backend(paths: &Paths) -> Check {
     let name = "outram-backend";
-    let path = match host::find_backend() {
+    let path = match host::find_backend(paths) {
         Ok(path) => path,
         Err(error) => return Check::fail(name, error.to_string(), ""),
     };

@@ -1,0 +1,407 @@
+//! The hook against real child processes that stand for the backend, and as the program that
+//! libvirt runs.
+//!
+//! The stand-in is this test program itself, run again by a small script as `stand_in`: it speaks
+//! the control protocol and does what its guest's name says.
+
+mod support;
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use outram_libvirt::backend_control::BackendControl;
+use outram_libvirt::hook::{self, HookError};
+use outram_libvirt::host::Paths;
+use outram_libvirt::launch::LaunchError;
+use outram_libvirt::process;
+use outram_wire::control::{Envelope, Phase, Reply, Request, Status, read_frame, write_frame};
+use outram_wire::units::{Limit, VmId};
+use tempfile::TempDir;
+
+const UUID: &str = "9a4a7f0e-2f5b-4d55-8a53-0a4e1c7e1234";
+
+/// Arguments for the stand-in, one a line.
+const ARGUMENTS: &str = "STAND_IN_ARGUMENTS";
+
+/// A host of its own below a temporary directory, whose backend is the stand-in.
+struct Host {
+    dir: TempDir,
+    paths: Paths,
+}
+
+impl Host {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let backend = dir.path().join("outram-backend");
+        let program = std::env::current_exe().expect("this program");
+        let script = format!(
+            "#!/bin/sh\n{ARGUMENTS}=$(printf '%s\\n' \"$@\") exec '{}' --exact --nocapture stand_in\n",
+            program.display()
+        );
+        fs::write(&backend, script).expect("written");
+        fs::set_permissions(&backend, fs::Permissions::from_mode(0o755)).expect("executable");
+        let run = dir.path().join("run");
+        fs::create_dir(&run).expect("made");
+        let paths = Paths {
+            run,
+            config: dir.path().join("backend.toml"),
+            qemu_conf: dir.path().join("qemu.conf"),
+            backend: Some(backend),
+            systemd: false,
+            ..Paths::default()
+        };
+        Self { dir, paths }
+    }
+
+    fn run_dir(&self) -> PathBuf {
+        self.paths.run.join(UUID)
+    }
+
+    fn control(&self) -> BackendControl {
+        BackendControl::of(&self.run_dir())
+    }
+
+    /// A domain as a user writes it; its name tells the stand-in what to do.
+    fn domain(&self, name: &str) -> String {
+        let socket = self.run_dir().join("vhost.sock");
+        format!(
+            "<domain type='qemu'><name>{name}</name><uuid>{UUID}</uuid>\
+             <metadata><outram:memory xmlns:outram='https://outram.dev/xmlns/domain/1' \
+             local-ratio='0.5'><outram:server address='10.0.0.2:7070'/></outram:memory></metadata>\
+             <memory unit='MiB'>64</memory>\
+             <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>\
+             <os><type arch='x86_64'>hvm</type></os><devices><disk type='vhostuser' device='disk'>\
+             <source type='unix' path='{}'/><target dev='vdz'/></disk></devices>\
+             <seclabel model='dac'><label>+1234:+56</label></seclabel></domain>",
+            socket.display()
+        )
+    }
+
+    fn prepare(&self, name: &str) -> Result<(), HookError> {
+        hook::prepare(self.domain(name).as_bytes(), &self.paths)
+    }
+
+    fn pid(&self) -> u32 {
+        self.control().status().expect("a backend").backend_pid
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let _ = self.control().stop();
+    }
+}
+
+fn wait_until(what: &str, done: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !done() {
+        assert!(Instant::now() < deadline, "{what} takes too long");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_backend_is_started_and_left_running() {
+    let host = Host::new();
+    host.prepare("ready").expect("started");
+    let pid = host.pid();
+    assert!(process::is_alive(pid));
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("stat");
+    let fields: Vec<&str> = stat
+        .rsplit_once(')')
+        .expect("fields")
+        .1
+        .split_whitespace()
+        .collect();
+    assert_eq!(fields[3], pid.to_string(), "it leads a session of its own");
+    let mine = fs::read_link("/proc/self/fd/0").ok();
+    let open: Vec<PathBuf> = fs::read_dir(format!("/proc/{pid}/fd"))
+        .expect("descriptors")
+        .flatten()
+        .filter_map(|entry| fs::read_link(entry.path()).ok())
+        .collect();
+    let pipes = open.iter().filter(|path| path.starts_with("pipe:"));
+    assert_eq!(
+        pipes.count(),
+        0,
+        "no pipe of its parent is left: {open:?} {mine:?}"
+    );
+    let log = fs::read_to_string(host.run_dir().join("log")).expect("a log");
+    for argument in [
+        "run".to_owned(),
+        format!("--uuid={UUID}"),
+        "--name=ready".to_owned(),
+        "--ram=67108864".to_owned(),
+        "--local-ratio=0.5".to_owned(),
+        "--server=10.0.0.2:7070".to_owned(),
+        format!("--run-dir={}", host.paths.run.display()),
+        "--socket-user=1234:56".to_owned(),
+    ] {
+        assert!(
+            log.contains(&format!("argument {argument}\n")),
+            "{argument} in {log}"
+        );
+    }
+    assert!(!log.contains("--config"), "{log}");
+}
+
+#[test]
+fn a_reason_becomes_the_error_and_stays_for_status() {
+    let host = Host::new();
+    let error = host.prepare("refusing").expect_err("refused");
+    assert_eq!(error.to_string(), "the server is full: ask for less");
+    let error = fs::read_to_string(host.run_dir().join("error")).expect("left");
+    assert_eq!(error, "the server is full: ask for less\n");
+    assert_eq!(
+        fs::read_to_string(host.run_dir().join("name")).expect("left"),
+        "refusing"
+    );
+    let released = hook::release(host.domain("refusing").as_bytes(), &host.paths);
+    assert_eq!(
+        released.as_deref(),
+        Some("the server is full: ask for less")
+    );
+    host.prepare("ready")
+        .expect("a later start is not hindered");
+    assert!(!host.run_dir().join("error").exists());
+}
+
+#[test]
+fn a_silent_end_shows_the_log() {
+    let host = Host::new();
+    let error = host.prepare("dying").expect_err("ended");
+    assert!(
+        matches!(error, HookError::Launch(LaunchError::Ended { .. })),
+        "{error:?}"
+    );
+    assert!(error.to_string().contains("last words"), "{error}");
+}
+
+#[test]
+fn a_backend_that_waits_is_replaced() {
+    let host = Host::new();
+    host.prepare("ready").expect("started");
+    let first = host.pid();
+    host.prepare("ready").expect("started again");
+    assert!(!process::is_alive(first));
+    assert_ne!(host.pid(), first);
+}
+
+#[test]
+fn a_backend_with_a_living_qemu_is_left_alone() {
+    let host = Host::new();
+    host.prepare("serving").expect("started");
+    let first = host.pid();
+    let error = host.prepare("serving").expect_err("refused");
+    assert!(
+        matches!(error, HookError::Launch(LaunchError::StillServing { .. })),
+        "{error:?}"
+    );
+    assert_eq!(host.pid(), first);
+    assert_eq!(
+        hook::release(host.domain("serving").as_bytes(), &host.paths),
+        None
+    );
+    assert!(
+        process::is_alive(first),
+        "release ends no backend that serves"
+    );
+}
+
+#[test]
+fn release_ends_a_backend_that_no_qemu_came_to() {
+    let host = Host::new();
+    host.prepare("ready").expect("started");
+    let pid = host.pid();
+    assert_eq!(
+        hook::release(host.domain("ready").as_bytes(), &host.paths),
+        None
+    );
+    wait_until("the end", || !process::is_alive(pid));
+}
+
+#[test]
+fn a_domain_without_any_server_is_refused() {
+    let host = Host::new();
+    let domain = host
+        .domain("ready")
+        .replace("<outram:server address='10.0.0.2:7070'/>", "");
+    let prepare = || hook::prepare(domain.as_bytes(), &host.paths);
+    assert!(matches!(prepare(), Err(HookError::NoServer(_))));
+    fs::write(&host.paths.config, "servers = [\"a\"]").expect("written");
+    let error = prepare().expect_err("a bad address").to_string();
+    assert!(
+        error.contains("'a'") && error.contains("HOST:PORT"),
+        "{error}"
+    );
+    fs::write(&host.paths.config, "servers = [\"a:1\"]").expect("written");
+    prepare().expect("the host's servers are used");
+}
+
+#[test]
+fn a_missing_backend_is_told() {
+    let mut host = Host::new();
+    host.paths.backend = Some(host.dir.path().join("nothing"));
+    assert!(matches!(
+        host.prepare("ready"),
+        Err(HookError::NoBackend(_))
+    ));
+}
+
+#[test]
+fn a_disk_of_ours_without_settings_is_refused() {
+    let host = Host::new();
+    let domain = host.domain("ready");
+    let start = domain.find("<metadata>").expect("metadata");
+    let end = domain.find("<memory ").expect("memory");
+    let without = format!("{}{}", &domain[..start], &domain[end..]);
+    let error = hook::prepare(without.as_bytes(), &host.paths).expect_err("refused");
+    assert!(error.to_string().contains("outram attach"), "{error}");
+}
+
+/// Runs the hook program as libvirt does.
+fn run_hook(arguments: &[&str], xml: &[u8]) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_outram-libvirt-hook"))
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the hook starts");
+    // A hook that does not read all of it closes the pipe, which is no error.
+    let _ = child.stdin.take().expect("stdin").write_all(xml);
+    child.wait_with_output().expect("the hook ends")
+}
+
+const STAGES: [(&str, &str); 9] = [
+    ("prepare", "begin"),
+    ("start", "begin"),
+    ("started", "begin"),
+    ("stopped", "end"),
+    ("release", "end"),
+    ("migrate", "begin"),
+    ("restore", "begin"),
+    ("reconnect", "begin"),
+    ("attach", "begin"),
+];
+
+#[test]
+fn unrelated_domains_pass_every_stage_whatever_they_are() {
+    let domains: [&[u8]; 5] = [
+        b"",
+        b"<domain",
+        b"\xff\xfe\0\0",
+        b"<domain type='lxc'><name>x</name></domain>",
+        b"<domain type='kvm'><name>outram</name><description>outram:memory</description></domain>",
+    ];
+    for xml in domains {
+        for (operation, sub_operation) in STAGES {
+            let output = run_hook(&["x", operation, sub_operation, "-"], xml);
+            assert!(output.status.success(), "{operation}: {output:?}");
+            assert!(
+                output.stdout.is_empty() && output.stderr.is_empty(),
+                "{output:?}"
+            );
+        }
+    }
+    assert!(run_hook(&[], b"").status.success());
+}
+
+#[test]
+fn only_prepare_fails_and_nothing_is_ever_printed_to_stdout() {
+    let broken = golden_with_typo();
+    for (operation, sub_operation) in STAGES {
+        let output = run_hook(&["x", operation, sub_operation, "-"], broken.as_bytes());
+        assert_eq!(
+            output.status.success(),
+            operation != "prepare",
+            "{operation}"
+        );
+        assert!(output.stdout.is_empty(), "{operation}");
+        if operation == "prepare" {
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert!(
+                text.contains("local-ration") && text.contains("local-ratio'"),
+                "{text}"
+            );
+        }
+    }
+}
+
+/// A domain with a typo in its settings. Its UUID is nobody's.
+fn golden_with_typo() -> String {
+    "<domain type='kvm'><name>x</name><uuid>00000000-dead-4000-8000-000000000000</uuid><metadata>\
+     <o:memory xmlns:o='https://outram.dev/xmlns/domain/1' local-ration='0.5'/></metadata></domain>"
+        .to_owned()
+}
+
+/// Not a test by itself: the process that stands for the backend, which other tests of this file
+/// start. Without their arguments it has nothing to do.
+#[test]
+fn stand_in() {
+    let Ok(arguments) = std::env::var(ARGUMENTS) else {
+        return;
+    };
+    for argument in arguments.lines() {
+        println!("argument {argument}");
+    }
+    let value = |name: &str| {
+        let prefix = format!("--{name}=");
+        arguments
+            .lines()
+            .find_map(|line| line.strip_prefix(&prefix))
+            .expect("given")
+            .to_owned()
+    };
+    let dir = Path::new(&value("run-dir")).join(value("uuid"));
+    match value("name").as_str() {
+        "refusing" => {
+            fs::write(dir.join("error"), "the server is full: ask for less\n").expect("written");
+            std::process::exit(1);
+        }
+        "dying" => {
+            println!("last words");
+            std::process::exit(3);
+        }
+        name => serve(&dir, name, value("uuid").parse().expect("a UUID")),
+    }
+}
+
+/// Answers on the control socket until told to stop.
+fn serve(dir: &Path, name: &str, vm: VmId) {
+    let listener = UnixListener::bind(dir.join("control.sock")).expect("listens");
+    loop {
+        let (mut stream, _) = listener.accept().expect("accepts");
+        let Ok(Some(envelope)) = read_frame::<Envelope>(&mut stream) else {
+            continue;
+        };
+        let stop = envelope.request == Request::Stop;
+        let reply = match envelope.request {
+            Request::Status => Reply::Status(Box::new(status(name, vm))),
+            _ => Reply::Done,
+        };
+        let _ = write_frame(&mut stream, &reply);
+        if stop {
+            std::process::exit(0);
+        }
+    }
+}
+
+fn status(name: &str, vm: VmId) -> Status {
+    let serving = name == "serving";
+    Status {
+        // Its parent, the test, stands for a QEMU that lives.
+        qemu_pid: serving.then(std::os::unix::process::parent_id),
+        phase: if serving {
+            Phase::Serving
+        } else {
+            Phase::Waiting
+        },
+        ..support::status(name, vm, Limit::LocalBytes(32 << 20))
+    }
+}

@@ -1,0 +1,197 @@
+//! Each thing that keeps a domain from being paged, with its message.
+
+mod support;
+
+use std::path::Path;
+
+use outram_libvirt::attachment::{self, AttachRequest};
+use outram_libvirt::domain_xml::DomainXml;
+use outram_libvirt::refusal::{Refusal, check};
+use outram_wire::units::Limit;
+use support::{RUN, golden};
+
+/// A domain that is paged, as text.
+fn attached() -> String {
+    let mut domain = DomainXml::parse(&golden("virt-install.xml")).expect("a domain");
+    let request = AttachRequest {
+        limit: Limit::LocalBytes(1 << 30),
+        servers: vec!["10.0.0.2:7070".parse().expect("an address")],
+    };
+    attachment::attach(&mut domain, Path::new(RUN), &request).expect("attached");
+    domain.to_text().expect("text")
+}
+
+fn refusals(text: &str) -> Vec<Refusal> {
+    let domain = DomainXml::parse(text).expect("well-formed");
+    check(&domain, Path::new(RUN)).expect("checked")
+}
+
+/// The one refusal of a domain in which `from` is replaced.
+fn refusal_with(from: &str, to: &str) -> Refusal {
+    let before = attached();
+    let after = before.replacen(from, to, 1);
+    assert_ne!(before, after, "'{from}' must be in the domain");
+    let mut found = refusals(&after);
+    assert_eq!(found.len(), 1, "{to}: {found:?}");
+    found.remove(0)
+}
+
+fn assert_refused(from: &str, to: &str, words: &[&str]) {
+    let text = refusal_with(from, to).to_string();
+    for word in words {
+        assert!(text.contains(word), "'{text}' must name '{word}'");
+    }
+}
+
+#[test]
+fn memory_that_cannot_be_moved_is_refused() {
+    let shared = "<access mode=\"shared\"/>";
+    let memfd = "<source type=\"memfd\"/>";
+    let with = |element: &str| format!("{shared}{element}");
+    for (from, to, words) in [
+        (shared, String::new(), &["private", "mode='shared'"][..]),
+        (
+            shared,
+            "<access mode='private'/>".into(),
+            &["mode='private'", "mode='shared'"],
+        ),
+        (memfd, String::new(), &["memfd", "type='memfd'"]),
+        (
+            memfd,
+            "<source type='file'/>".into(),
+            &["type='file'", "type='memfd'"],
+        ),
+        (
+            memfd,
+            "<source type='anonymous'/>".into(),
+            &["type='anonymous'"],
+        ),
+        (
+            shared,
+            with("<allocation mode='immediate'/>"),
+            &["immediate", "ondemand"],
+        ),
+        (shared, with("<locked/>"), &["<locked/>", "remove"]),
+        (shared, with("<hugepages/>"), &["huge pages", "remove"]),
+        (
+            "<cpu ",
+            "<cpu><numa><cell id='3' memAccess='private'/></numa></cpu><cpu ".into(),
+            &["cell 3", "memAccess='shared'"],
+        ),
+        (
+            "<memballoon",
+            "<memory model='dimm' access='private'/><memballoon".into(),
+            &["dimm", "access='shared'"],
+        ),
+        (
+            "<memballoon",
+            "<memory model='dimm'><source><pagesize>2048</pagesize></source></memory><memballoon"
+                .into(),
+            &["huge pages", "memory device"],
+        ),
+        (
+            "<devices>",
+            "<launchSecurity type='sev'/><devices>".into(),
+            &["launchSecurity", "sev"],
+        ),
+    ] {
+        assert_refused(from, &to, words);
+    }
+}
+
+#[test]
+fn machines_that_are_not_supported_are_refused() {
+    assert_refused("type=\"kvm\"", "type='xen'", &["'xen'", "kvm"]);
+    assert_refused("arch=\"x86_64\"", "arch='aarch64'", &["aarch64", "x86_64"]);
+}
+
+#[test]
+fn devices_that_pass_the_pager_by_are_refused() {
+    let pci = "<hostdev mode='subsystem' type='pci'><source/></hostdev>";
+    let vhost_scsi =
+        "<hostdev mode='subsystem' type='scsi_host'><source protocol='vhost'/></hostdev>";
+    let virtiofs = "<filesystem type='mount'><driver type='virtiofs'/><source dir='/srv'/>\
+                    <target dir='share'/></filesystem>";
+    let cases: &[(&str, &[&str])] = &[
+        (pci, &["hostdev", "'pci'"]),
+        (vhost_scsi, &["vhost-scsi", "virtio-scsi"]),
+        (
+            "<interface type='hostdev'><mac address='52:54:00:00:00:01'/></interface>",
+            &["52:54:00:00:00:01", "hostdev", "bridge"],
+        ),
+        ("<interface type='vdpa'/>", &["vdpa"]),
+        ("<interface type='vhostuser'/>", &["vhostuser"]),
+        (virtiofs, &["share", "virtiofs", "9p"]),
+        (
+            "<video><model type='virtio' blob='on'/></video>",
+            &["blob='on'"],
+        ),
+        ("<video><driver name='vhostuser'/></video>", &["vhostuser"]),
+        (
+            "<disk type='block' device='lun'><target dev='sdb'/></disk>",
+            &["sdb", "device='lun'", "device='disk'"],
+        ),
+        (
+            "<disk type='file'><driver cache='none'/><target dev='vdb'/></disk>",
+            &["vdb", "cache='none'", "writeback"],
+        ),
+        (
+            "<disk type='file'><driver cache='directsync'/><target dev='vdb'/></disk>",
+            &["cache='directsync'", "writethrough"],
+        ),
+        (
+            "<disk type='file'><driver cache='writeback' io='native'/><target dev='vdb'/></disk>",
+            &["io='native'", "io='threads'"],
+        ),
+        (
+            "<disk type='vhostuser'><source type='unix' path='/run/spdk'/><target dev='vdb'/></disk>",
+            &["vdb", "vhostuser"],
+        ),
+        (
+            "<disk type='vhostvdpa'><target dev='vdb'/></disk>",
+            &["vhostvdpa"],
+        ),
+        (
+            "<disk type='nvme'><target dev='vdb'/></disk>",
+            &["nvme", "VFIO"],
+        ),
+    ];
+    for (device, words) in cases {
+        assert_refused("<memballoon", &format!("{device}<memballoon"), words);
+    }
+}
+
+#[test]
+fn settings_without_their_disk_are_refused() {
+    let text = refusal_with("/vhost.sock", "/other").to_string();
+    assert!(text.contains("vhost.sock"), "{text}");
+    let mut domain = DomainXml::parse(&attached()).expect("a domain");
+    let disk = outram_libvirt::refusal::our_disks(&domain, Path::new(RUN))[0];
+    domain.remove(disk).expect("removed");
+    let found = refusals(&domain.to_text().expect("text"));
+    assert!(
+        matches!(found.as_slice(), [Refusal::NoDisk(_)]),
+        "{found:?}"
+    );
+}
+
+#[test]
+fn all_reasons_are_given_at_once() {
+    let text = attached()
+        .replace(
+            "<access mode=\"shared\"/>",
+            "<access mode='private'/><locked/>",
+        )
+        .replace("type=\"kvm\"", "type='lxc'");
+    assert_eq!(refusals(&text).len(), 3);
+}
+
+#[test]
+fn ordinary_devices_are_not_refused() {
+    let fine = "<disk type='file'><driver cache='writeback' io='io_uring'/><target dev='vdb'/></disk>\
+        <filesystem type='mount'><driver type='path'/><target dir='d'/></filesystem>\
+        <memory model='nvdimm' access='private'/><shmem name='s'/><vsock model='virtio'/>\
+        <interface type='bridge'/><video><model type='virtio'/></video>";
+    let text = attached().replacen("<memballoon", &format!("{fine}<memballoon"), 1);
+    assert_eq!(refusals(&text), []);
+}

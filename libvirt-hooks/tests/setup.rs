@@ -1,0 +1,123 @@
+//! `outram setup` and `outram pki` as programs, below a directory of their own.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn outram(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_outram"))
+        .args(arguments)
+        .output()
+        .expect("outram runs")
+}
+
+fn said(output: &Output) -> String {
+    let (out, err) = (&output.stdout, &output.stderr);
+    String::from_utf8_lossy(&[out.as_slice(), err].concat()).into_owned()
+}
+
+fn setup(dir: &Path, more: &[&str]) -> Output {
+    let prefix = format!("--prefix={}", dir.display());
+    outram(&[&["setup", prefix.as_str()], more].concat())
+}
+
+/// The hook program has to be beside `outram`; naming it here makes sure that it is built.
+const HOOK: &str = env!("CARGO_BIN_EXE_outram-libvirt-hook");
+
+#[test]
+fn setup_does_everything_once() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let first = setup(dir.path(), &[]);
+    assert!(first.status.success(), "{}", said(&first));
+    let link = dir.path().join("etc/libvirt/hooks/qemu.d/outram");
+    let hook = fs::canonicalize(HOOK).expect("built");
+    assert_eq!(fs::canonicalize(&link).expect("a link"), hook);
+    let settings = dir.path().join("etc/outram/backend.toml");
+    fs::write(&settings, "servers = [\"a:1\"]\n").expect("edited");
+
+    let second = setup(dir.path(), &[]);
+    assert!(second.status.success());
+    let text = said(&second);
+    assert!(text.lines().all(|line| line.starts_with("found")), "{text}");
+    let kept = fs::read_to_string(&settings).expect("read");
+    assert_eq!(kept, "servers = [\"a:1\"]\n");
+    assert!(!dir.path().join("etc/sysctl.d").exists());
+}
+
+#[test]
+fn a_dry_run_changes_nothing() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let output = setup(dir.path(), &["--dry-run", "--allow-sysctl"]);
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(said(&output).lines().all(|line| line.starts_with("would")));
+    assert_eq!(fs::read_dir(dir.path()).expect("read").count(), 0);
+}
+
+#[test]
+fn the_sysctl_is_set_only_when_asked_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    for _ in 0..2 {
+        let output = setup(dir.path(), &["--allow-sysctl"]);
+        assert!(output.status.success(), "{}", said(&output));
+        let settings = fs::read_to_string(dir.path().join("etc/outram/backend.toml"));
+        let settings = settings.expect("settings");
+        assert_eq!(settings.matches("allow-sysctl = true").count(), 1);
+        let sysctl = fs::read_to_string(dir.path().join("etc/sysctl.d/60-outram.conf"));
+        assert_eq!(sysctl.expect("a file"), "vm.unprivileged_userfaultfd = 1\n");
+    }
+    let settings = dir.path().join("etc/outram/backend.toml");
+    fs::write(settings, "allow-sysctl = false\n").expect("edited");
+    let output = setup(dir.path(), &["--allow-sysctl"]);
+    assert!(!output.status.success() && said(&output).contains("allow-sysctl = true"));
+}
+
+#[test]
+fn hooks_of_others_are_left_alone() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let hooks = dir.path().join("etc/libvirt/hooks");
+    fs::create_dir_all(hooks.join("qemu.d")).expect("made");
+    fs::write(hooks.join("qemu"), "#!/bin/sh\n").expect("written");
+    fs::write(hooks.join("qemu.d/outram"), "#!/bin/sh\n").expect("written");
+    let output = setup(dir.path(), &[]);
+    assert!(!output.status.success());
+    assert!(said(&output).contains("not Outram's"), "{}", said(&output));
+    let kept = fs::read_to_string(hooks.join("qemu.d/outram")).expect("read");
+    assert_eq!(kept, "#!/bin/sh\n");
+
+    // A link to where our hook was before is ours to correct.
+    fs::remove_file(hooks.join("qemu.d/outram")).expect("removed");
+    let old = "/nowhere/outram-libvirt-hook";
+    std::os::unix::fs::symlink(old, hooks.join("qemu.d/outram")).expect("linked");
+    let output = setup(dir.path(), &[]);
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(said(&output).contains("libvirt runs both"));
+    assert!(hooks.join("qemu.d/outram").exists());
+}
+
+#[test]
+fn certificates_are_made_and_never_overwritten() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let pki = dir.path().join("pki").display().to_string();
+    let early = outram(&["pki", "issue", "client", "--dir", &pki]);
+    assert!(said(&early).contains("outram pki init"), "{}", said(&early));
+    assert!(outram(&["pki", "init", "--dir", &pki]).status.success());
+    assert!(!outram(&["pki", "init", "--dir", &pki]).status.success());
+    let client = ["pki", "issue", "client", "--dir", &pki];
+    let server = [
+        "pki",
+        "issue",
+        "server",
+        "mem1",
+        "--address",
+        "10.0.0.2",
+        "--dir",
+        &pki,
+    ];
+    assert!(outram(&client).status.success());
+    assert!(outram(&server).status.success());
+    let again = outram(&client);
+    assert!(said(&again).contains("not overwritten"), "{}", said(&again));
+    for file in ["ca.pem", "client.pem", "client.key", "mem1.pem", "mem1.key"] {
+        assert!(dir.path().join("pki").join(file).exists(), "{file}");
+    }
+}
