@@ -2,20 +2,25 @@
 //! ones are served as a disk.
 
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use outram_wire::control::Counters;
+use rustix::process::Signal;
 
 use super::stage::{Daemon, Stage};
+use super::termination::Terminations;
 use crate::device::{self, Device, DeviceConfig};
 use crate::handover::{self, Options, Vmm, Way, discover};
 use crate::pager::Pager;
 
 /// A front end sends its first message at once.
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
+
+/// How long a QEMU that was told to terminate may see no fault answered.
+const TERMINATION_PATIENCE: Duration = Duration::from_secs(2);
 
 /// `SIGKILL` in the kernel's mask of pending signals.
 const SIGKILL_BIT: u64 = 1 << (libc::SIGKILL - 1);
@@ -27,6 +32,14 @@ pub(super) struct Guest {
     pub(super) pager: Arc<Pager>,
     pub(super) device: Device,
     let_go: AtomicBool,
+    terminations: Option<Terminations>,
+    stuck: Mutex<Option<Stuck>>,
+}
+
+/// A QEMU that was told to terminate while the guest waits for a page.
+struct Stuck {
+    since: Instant,
+    answered_faults: u64,
 }
 
 impl Guest {
@@ -52,6 +65,41 @@ impl Guest {
             );
             self.let_go.store(true, Ordering::Relaxed);
             self.pager.let_go();
+        }
+    }
+}
+
+impl Guest {
+    /// A QEMU that was told to terminate cannot while a vCPU waits for a page that does not come:
+    /// it is killed, as libvirt would ten seconds later. Nothing wrong is read by that.
+    pub(super) fn kill_if_stuck_at_its_end(&self) {
+        if !self.terminations.as_ref().is_some_and(Terminations::seen) {
+            return;
+        }
+        let answered_faults = self.pager.stats().answered_faults();
+        let waits = self.pager.memory().waiting_faults > 0;
+        let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*stuck {
+            Some(known) if waits && known.answered_faults == answered_faults => {
+                if known.since.elapsed() < TERMINATION_PATIENCE {
+                    return;
+                }
+                tracing::warn!(
+                    pid = self.vmm.pid,
+                    "QEMU was told to terminate and cannot, for the guest waits for a page: killing it"
+                );
+                if let Err(error) =
+                    rustix::process::pidfd_send_signal(self.vmm.pidfd(), Signal::KILL)
+                {
+                    tracing::debug!(%error, "QEMU is gone already");
+                }
+            }
+            _ => {
+                *stuck = Some(Stuck {
+                    since: Instant::now(),
+                    answered_faults,
+                })
+            }
         }
     }
 }
@@ -137,6 +185,11 @@ impl GuestDoor {
         };
         let handed_over = handover::take(&vmm, stream, self.daemon.userfaultfds(), &options)?;
         tracing::info!(pid = vmm.pid, way = %handed_over.way, "memory handed over");
+        let terminations = Terminations::watch(vmm.pid);
+        if let Err(error) = &terminations {
+            tracing::info!(%error, "signals to QEMU are not counted here: 'virsh destroy' of a stopped guest takes 10 s");
+        }
+        let terminations = terminations.ok();
         let prepared = self
             .daemon
             .take_prepared()
@@ -149,6 +202,8 @@ impl GuestDoor {
             pager,
             device,
             let_go: AtomicBool::new(false),
+            terminations,
+            stuck: Mutex::new(None),
         }))
     }
 }

@@ -12,6 +12,7 @@ mod metrics;
 mod run_dir;
 mod stage;
 mod surroundings;
+mod termination;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -119,6 +120,7 @@ fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
                     );
                 }
                 guest.let_go_if_killed();
+                guest.kill_if_stuck_at_its_end();
             }
             Stage::Refused(reason) => {
                 let since = *refused_at.get_or_insert_with(|| {

@@ -44,7 +44,13 @@ impl Budget {
 
     /// Pages counted now.
     pub fn used(&self) -> u64 {
-        self.used.load(Ordering::Relaxed)
+        self.used.load(Ordering::SeqCst)
+    }
+
+    /// Whether faults wait though there is room. Either the shard that gives room back sees who
+    /// waits, or the one that starts to wait sees the room: hence the total order of both counts.
+    pub fn is_room_waited_for(&self) -> bool {
+        self.used() < self.limit() && self.waiting() > 0
     }
 
     /// Counts `pages` more if they fit under the limit.
@@ -64,7 +70,7 @@ impl Budget {
 
     /// Takes back what was counted.
     pub fn release(&self, pages: u64) {
-        let before = self.used.fetch_sub(pages, Ordering::AcqRel);
+        let before = self.used.fetch_sub(pages, Ordering::SeqCst);
         assert!(before >= pages, "more pages released than were counted");
     }
 
@@ -107,7 +113,7 @@ impl Budget {
 
     /// Notes a fault that waits for room.
     pub fn start_waiting(&self) {
-        self.waiting.fetch_add(1, Ordering::AcqRel);
+        self.waiting.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Notes that it no longer waits.
@@ -117,7 +123,7 @@ impl Budget {
 
     /// Faults that wait for room, in all shards.
     pub fn waiting(&self) -> u64 {
-        self.waiting.load(Ordering::Relaxed)
+        self.waiting.load(Ordering::SeqCst)
     }
 }
 

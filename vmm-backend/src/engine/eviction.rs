@@ -8,6 +8,9 @@
 //! Invariant 1 (a page's last copy is not dropped before another is safe) is this file's: nothing
 //! is punched whose bytes are not in staging, in its unchanged slot on a safe server, or in a word.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::staging::Ticket;
 use super::table::{Entry, State};
 use super::tag::fill_word;
@@ -65,6 +68,22 @@ pub struct Run {
     /// What became of each page, once the run has ended.
     pub fates: Vec<Fate>,
     step: Step,
+    punching: Punching,
+}
+
+/// Whether a run has begun to punch; shared with the owner of its pages.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Punching(Arc<AtomicBool>);
+
+impl Punching {
+    fn begin(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether any hole among the run's pages may be of its making.
+    pub(super) fn has_begun(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,7 +110,13 @@ impl Run {
             tickets,
             fates,
             step: Step::Protect,
+            punching: Punching::default(),
         }
+    }
+
+    /// Tells, from now on, whether the run has begun to punch.
+    pub(super) fn punching(&self) -> Punching {
+        self.punching.clone()
     }
 
     /// Whether the run has ended, and is to be handed back.
@@ -112,7 +137,10 @@ impl Run {
                 self.mark(shared, ports);
                 Ok(Step::Punch)
             }
-            Step::Punch => ports.punch(self.pages).map(|()| Step::Wake),
+            Step::Punch => {
+                self.punching.begin();
+                ports.punch(self.pages).map(|()| Step::Wake)
+            }
             Step::Wake => {
                 ports.wake(self.pages);
                 self.give_back_unused(shared);

@@ -17,6 +17,8 @@ pub enum Arrival {
 pub trait Policy: Send {
     /// A page became resident.
     fn arrived(&mut self, page: PageIndex, arrival: Arrival);
+    /// A page is no longer there for another reason than being chosen.
+    fn departed(&mut self, page: PageIndex);
     /// The next run of at most `most` pages, all of which `may_go` accepts; `None` where no page
     /// may go. Pages named are forgotten until they arrive again.
     fn choose(&mut self, most: u32, may_go: &mut dyn FnMut(PageIndex) -> bool) -> Option<PageRun>;
@@ -75,6 +77,19 @@ impl TwoQueues {
         arrival != 0 && arrival.wrapping_sub(oldest) <= span / 4 + 64
     }
 
+    /// Drops what departed or arrived again since, before it outgrows what is there: each page
+    /// is queued once at most.
+    fn tidy(&mut self) {
+        if self.fresh.len() + self.proven.len() <= 2 * self.arrivals.len() {
+            return;
+        }
+        let (first, arrivals) = (self.first.0, &self.arrivals);
+        let is_current =
+            |queued: &(PageIndex, u32)| arrivals[(queued.0.0 - first) as usize] == queued.1;
+        self.fresh.retain(is_current);
+        self.proven.retain(is_current);
+    }
+
     fn in_range(&self, page: u32) -> bool {
         page >= self.first.0 && ((page - self.first.0) as usize) < self.arrivals.len()
     }
@@ -89,6 +104,11 @@ impl Policy for TwoQueues {
             Arrival::New => self.fresh.push_back((page, number)),
             Arrival::Refault => self.proven.push_back((page, number)),
         }
+        self.tidy();
+    }
+
+    fn departed(&mut self, page: PageIndex) {
+        *self.arrival(page) = 0;
     }
 
     fn choose(&mut self, most: u32, may_go: &mut dyn FnMut(PageIndex) -> bool) -> Option<PageRun> {

@@ -6,6 +6,7 @@
 //! moved on.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::StagingSlot;
 
@@ -43,6 +44,8 @@ struct Slots {
 #[derive(Debug)]
 pub struct StagingPool {
     slots: Mutex<Slots>,
+    /// A shard found no slot free, and waits to be told of one.
+    starved: AtomicBool,
 }
 
 impl StagingPool {
@@ -55,6 +58,7 @@ impl StagingPool {
                 capacity: 0,
                 retired: Vec::new(),
             }),
+            starved: AtomicBool::new(false),
         };
         pool.set_capacity(capacity);
         pool
@@ -112,6 +116,18 @@ impl StagingPool {
     /// Free slots.
     pub fn available(&self) -> u32 {
         self.slots().free.len() as u32
+    }
+
+    /// Notes that a shard needs slots and found none. It looks once more after that.
+    pub fn note_starved(&self) {
+        self.starved.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether slots are free that a shard waits for; tells so once.
+    pub fn ends_starvation(&self) -> bool {
+        self.starved.load(Ordering::SeqCst)
+            && self.available() > 0
+            && self.starved.swap(false, Ordering::SeqCst)
     }
 
     /// Slots in use.

@@ -142,6 +142,11 @@ impl Stats {
         self.faults[kind as usize].get()
     }
 
+    /// Faults answered in any way.
+    pub fn answered_faults(&self) -> u64 {
+        self.faults.iter().map(Counter::get).sum()
+    }
+
     /// Looks at the latencies of one kind, in microseconds.
     pub fn latency<R>(&self, kind: FaultKind, look: impl FnOnce(&Histogram<u64>) -> R) -> R {
         let latency = self.latencies_us[kind as usize].lock();

@@ -309,8 +309,16 @@ pub fn take(
     if uffd_count == 0 || uffd_count > MAX_UFFDS {
         return Err(HandoverError::Count(uffd_count));
     }
-    let (numbers, way) = injector::run(vmm, socket, uffd_count, options)?;
-    let uffds = vmm.fetch_uffds(&numbers)?;
+    let taken = injector::run(vmm, socket, uffd_count, options)
+        .and_then(|(numbers, way)| Ok((vmm.fetch_uffds(&numbers)?, numbers, way)));
+    let (uffds, numbers, way) = taken.map_err(|error| match error {
+        // Whatever the step that met its end.
+        _ if vmm.has_ended() => HandoverError::VmmGone {
+            pid: vmm.pid,
+            source: io::Error::from_raw_os_error(libc::ESRCH),
+        },
+        error => error,
+    })?;
     Ok(HandedOver {
         uffds,
         vmm_fd_numbers: numbers,

@@ -226,10 +226,15 @@ fn refused(pid: i32, source: io::Error) -> ThreadError {
         return ThreadError::Gone;
     }
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let tracer = status
-        .lines()
-        .find_map(|line| line.strip_prefix("TracerPid:"))
-        .map_or("0", str::trim);
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.map_or("", str::trim)
+    };
+    // An ending process is refused like a forbidden one.
+    if matches!(field("State:").chars().next(), None | Some('Z' | 'X')) {
+        return ThreadError::Gone;
+    }
+    let tracer = field("TracerPid:");
     ThreadError::NotPermitted(match tracer {
         "0" => source.to_string(),
         tracer => format!("{source}: process {tracer} (a debugger?) traces it already"),

@@ -305,19 +305,28 @@ impl ShardThread {
     /// that the event is read, with its vCPUs stopped. Where it did not (a block was unplugged),
     /// nothing of them is ever evicted again.
     fn unmapped(&mut self, run: PageRun) {
-        tracing::info!(first = run.first.0, pages = run.count, "QEMU unmapped guest RAM");
+        tracing::info!(
+            first = run.first.0,
+            pages = run.count,
+            "QEMU unmapped guest RAM"
+        );
         self.shard.freeze(run);
         let pid = self.vmm_pid;
         let ports = self.shard.ports();
         let (start, length) = ports.ram.address_range(run);
-        let registered = ports.ram.is_mapped(pid, run).and_then(|mapped| match mapped {
-            true => ports.uffd.register(start, length),
-            false => Err(io::Error::from(io::ErrorKind::NotFound)),
-        });
+        let registered = ports
+            .ram
+            .is_mapped(pid, run)
+            .and_then(|mapped| match mapped {
+                true => ports.uffd.register(start, length),
+                false => Err(io::Error::from(io::ErrorKind::NotFound)),
+            });
         match registered {
             Ok(()) => {
                 self.shard.thaw();
-                self.unplugged.iter().for_each(|run| self.shard.freeze(*run));
+                self.unplugged
+                    .iter()
+                    .for_each(|run| self.shard.freeze(*run));
             }
             Err(error) => {
                 tracing::warn!(%error, "guest RAM that was unmapped is not watched any more");

@@ -16,6 +16,7 @@ mod tests;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
+use super::eviction::Punching;
 use super::policy::{Arrival, Policy};
 use super::stats::FaultKind;
 use super::table::{Entry, State};
@@ -92,7 +93,8 @@ pub struct Shard<P: Ports> {
     pending: HashMap<PageIndex, Pending>,
     waiting_for_room: VecDeque<PageIndex>,
     retries: Vec<PageIndex>,
-    removed_while_busy: HashSet<PageIndex>,
+    /// Pages given back while busy, and whether that holds if their run takes them out.
+    removed_while_busy: HashMap<PageIndex, bool>,
     /// Runs of pages whose mapping is in doubt: not to be evicted.
     frozen: Vec<PageRun>,
     pins: HashMap<PageIndex, u32>,
@@ -102,7 +104,7 @@ pub struct Shard<P: Ports> {
     /// Staging slots for pages on their way.
     moving: HashMap<PageIndex, Ticket>,
     next_fetch: u64,
-    runs_out: u32,
+    runs_out: Vec<(PageRun, Punching)>,
     resident: u64,
     alerted: bool,
     ending: bool,
@@ -121,14 +123,14 @@ impl<P: Ports> Shard<P> {
             pending: HashMap::new(),
             waiting_for_room: VecDeque::new(),
             retries: Vec::new(),
-            removed_while_busy: HashSet::new(),
+            removed_while_busy: HashMap::new(),
             frozen: Vec::new(),
             pins: HashMap::new(),
             pin_requests: HashMap::new(),
             to_move: VecDeque::new(),
             moving: HashMap::new(),
             next_fetch: 0,
-            runs_out: 0,
+            runs_out: Vec::new(),
             resident: 0,
             alerted: false,
             ending: false,
@@ -215,11 +217,24 @@ impl<P: Ports> Shard<P> {
     pub fn on_removed(&mut self, run: PageRun) {
         for page in run.pages() {
             if self.shared.table.state(page) == State::Busy {
-                self.removed_while_busy.insert(page);
+                let is_certain = self.is_punched_by_guest(page);
+                *self.removed_while_busy.entry(page).or_default() |= is_certain;
             } else {
                 self.remove(page);
             }
         }
+    }
+
+    /// Whether a busy page is a hole that its run did not make. Where the run may have made it,
+    /// the guest may have stored to the page after its discard had returned and before the run
+    /// copied it: what the run copied is kept, for bytes that the guest gave back do no harm, and
+    /// zeros in place of bytes that it stored do.
+    fn is_punched_by_guest(&mut self, page: PageIndex) -> bool {
+        // The memfd is looked at first: a run that has not begun after that did not make the hole.
+        let is_hole = !self.ports.is_present(page);
+        let mut runs = self.runs_out.iter();
+        let run = runs.find(|(run, _)| run.contains(page));
+        is_hole && run.is_some_and(|(_, punching)| !punching.has_begun())
     }
 
     /// A fetch ended. `bytes` is a whole page.
@@ -422,7 +437,8 @@ impl<P: Ports> Shard<P> {
 
     fn resolve_resident(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
         let protected = pending.fault.is_some_and(|fault| fault.protected);
-        if !protected && !self.ports.is_present(page) {
+        let relies_on_presence = !protected || !pending.pins.is_empty();
+        if relies_on_presence && !self.ports.is_present(page) {
             // Discarded a moment ago; the event that says so is still to come.
             self.remove(page);
             self.resolve(page, pending);
@@ -646,6 +662,7 @@ impl<P: Ports> Shard<P> {
         }
         if resident {
             self.shared.budget.release(1);
+            self.policy.departed(page);
         }
         if let Some(slot) = entry.slot {
             self.shared.slots.free(slot);

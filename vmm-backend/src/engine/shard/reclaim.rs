@@ -6,14 +6,14 @@ use crate::engine::{SlotId, StagedPage};
 
 /// Runs handed out at once: one in work, one waiting, so that an evictor never idles, and two for
 /// those that end together.
-const RUNS_OUT_MOST: u32 = 4;
+const RUNS_OUT_MOST: usize = 4;
 
 impl<P: Ports> Shard<P> {
     /// Hands out runs while the guest is above its watermark.
     pub(super) fn schedule_runs(&mut self) {
-        while self.runs_out < RUNS_OUT_MOST && !self.ending {
-            let share = self.share_of_shortage();
-            let most = share.min(RUN_PAGES).min(self.shared.staging.available());
+        while self.runs_out.len() < RUNS_OUT_MOST && !self.ending {
+            let share = self.share_of_shortage().min(RUN_PAGES);
+            let most = share.min(self.free_staging(share));
             if most == 0 || !self.hand_out_run(most) {
                 break;
             }
@@ -24,6 +24,19 @@ impl<P: Ports> Shard<P> {
             self.ports.alert_shards();
         }
         self.alerted = pressed;
+        // What was given back here may be what others wait for.
+        if self.shared.budget.is_room_waited_for() || self.shared.staging.ends_starvation() {
+            self.ports.alert_shards();
+        }
+    }
+
+    /// Staging slots free for `wanted` pages; where there are none, whoever frees one says so.
+    fn free_staging(&self, wanted: u32) -> u32 {
+        let staging = &self.shared.staging;
+        if wanted > 0 && staging.available() == 0 {
+            staging.note_starved();
+        }
+        staging.available()
     }
 
     /// The part of the shortage that falls to this shard, by its share of resident pages.
@@ -69,15 +82,16 @@ impl<P: Ports> Shard<P> {
             );
         }
         self.shared.budget.start_evicting(u64::from(count));
-        self.runs_out += 1;
-        self.ports.start_run(Run::new(pages, tickets));
+        let run = Run::new(pages, tickets);
+        self.runs_out.push((pages, run.punching()));
+        self.ports.start_run(run);
         true
     }
 
     /// An evictor hands a run back.
     pub fn on_run_done(&mut self, run: &Run) {
         assert!(run.has_ended(), "a run came back before its end");
-        self.runs_out -= 1;
+        self.runs_out.retain(|(pages, _)| *pages != run.pages);
         self.shared.budget.end_evicting(u64::from(run.pages.count));
         if run.fates.contains(&Fate::Stays) {
             self.shared.stats.failed_runs.count();
@@ -86,7 +100,9 @@ impl<P: Ports> Shard<P> {
             self.settle_fate(page, *fate);
         }
         for page in run.pages.pages() {
-            if self.removed_while_busy.remove(&page) {
+            let stays = self.shared.table.state(page) == State::Resident;
+            let removed = self.removed_while_busy.remove(&page);
+            if removed.is_some_and(|is_certain| is_certain || stays) {
                 self.remove(page);
             } else if let Some(pending) = self.pending.remove(&page) {
                 self.resolve(page, pending);

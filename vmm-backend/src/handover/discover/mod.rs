@@ -90,7 +90,13 @@ fn find_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
 
 /// Whether the VMM `pid` has `length` bytes at `file_offset` of the memfd `id` mapped at `hva`, as
 /// when they were found. An unplugged block is not; a block whose pages the VMM replaced is.
-pub fn is_mapped(pid: i32, id: MemfdId, file_offset: u64, hva: u64, length: u64) -> io::Result<bool> {
+pub fn is_mapped(
+    pid: i32,
+    id: MemfdId,
+    file_offset: u64,
+    hva: u64,
+    length: u64,
+) -> io::Result<bool> {
     let maps = std::fs::read(format!("/proc/{pid}/maps"))?;
     let mappings = maps::of_backends(&String::from_utf8_lossy(&maps));
     Ok(mappings.iter().any(|mapping| {
