@@ -15,7 +15,7 @@
 //! | `submit` | `queue` `descriptors` `head` `wait_ms` | any chain: `[[address,length,flags,next],…]` |
 //! | `overrun` | `queue` `by` | offers more than there is; whether it was reported `broken` |
 //!
-//! By the main thread: `connect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-stop`
+//! By the main thread: `connect`, `disconnect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-stop`
 //! (`queue`), `plug` (`bytes`), `info`, `exit`, `abort`.
 
 use std::collections::BTreeMap;
@@ -74,7 +74,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         match command["do"].as_str() {
             Some("exit") => return Ok(ExitCode::SUCCESS),
             Some("abort") => std::process::abort(),
-            Some(action @ ("connect" | "disk-start" | "disk-stop" | "plug" | "info")) => {
+            Some(
+                action @ ("connect" | "disconnect" | "disk-start" | "disk-stop" | "plug" | "info"),
+            ) => {
                 let path = arguments.socket.as_deref();
                 let result = obey_on_main(action, &command, &board, &mut front_end, path);
                 tell(&command, result);
@@ -144,6 +146,10 @@ fn obey_on_main(
         // The old connection first: a backend serves one at a time.
         *front_end = None;
         *front_end = Some(FrontEnd::connect(path.context("there is no socket")?)?);
+    }
+    if action == "disconnect" {
+        *front_end = None;
+        return Ok(json!({}));
     }
     if action == "plug" {
         let block = board.ram.plug(number(command, "bytes")?)?;
