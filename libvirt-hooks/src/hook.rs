@@ -24,7 +24,7 @@ use crate::backend_control::BackendControl;
 use crate::causes::with_causes;
 use crate::domain_xml::{DomainXml, DomainXmlError};
 use crate::host::{self, HostSettings, NoBackend, Paths, SettingsError};
-use crate::launch::{self, Launch, LaunchError, NAME_FILE};
+use crate::launch::{self, Launch, LaunchError};
 use crate::metadata::{self, MetadataError, NAMESPACE_MARK};
 use crate::refusal::{self, Refusal};
 use crate::shmem_thp::{self, HugeShmem};
@@ -176,7 +176,8 @@ fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
 /// Ends a backend that no QEMU ever came to, and returns the reason it left, if any.
 pub fn release(xml: &[u8], paths: &Paths) -> Option<String> {
     let domain = DomainXml::parse(&String::from_utf8_lossy(xml)).ok()?;
-    let run_dir = paths.run.join(domain.vm_id().ok()?.to_string());
+    let vm = domain.vm_id().ok()?;
+    let run_dir = paths.run.join(vm.to_string());
     let control = BackendControl::of(&run_dir);
     if let Ok(status) = control.status()
         && matches!(status.phase, Phase::Waiting | Phase::Refused)
@@ -184,8 +185,10 @@ pub fn release(xml: &[u8], paths: &Paths) -> Option<String> {
         // Should it refuse or be gone, the next start deals with what is left.
         let _ = control.stop();
     }
-    let reason = launch::reason(&run_dir)?;
-    // The backend that knew the name is gone; 'outram status' shows it with the reason.
-    let _ = fs::write(run_dir.join(NAME_FILE), domain.name().ok()?);
-    Some(reason)
+    let reason = launch::reason(&run_dir);
+    if reason.is_none() {
+        // The name is of use only with something to be told of it.
+        let _ = fs::remove_file(launch::name_file(&paths.run, vm));
+    }
+    reason
 }

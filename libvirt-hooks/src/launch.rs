@@ -37,11 +37,14 @@ const LOG_TAIL_BYTES: usize = 2000;
 /// The file in a run directory with the reason of a refusal or failure.
 pub const ERROR_FILE: &str = "error";
 
-/// The file in a run directory with the domain's name, beside the reason of a failure.
-pub const NAME_FILE: &str = "name";
-
 /// The file in a run directory that a backend without systemd writes its log to.
 pub const LOG_FILE: &str = "log";
+
+/// The file with a domain's name, beside its run directory: known also while its backend does not
+/// answer or has failed. (Within, it would keep the backend from removing the directory.)
+pub fn name_file(run: &Path, vm: VmId) -> PathBuf {
+    run.join(format!("{vm}.name"))
+}
 
 /// Everything a backend is started with.
 #[derive(Clone, Debug)]
@@ -183,7 +186,6 @@ impl Launch {
             started.end();
             // Best effort, for 'outram status': the same text reaches the user by our caller.
             let _ = fs::write(run_dir.join(ERROR_FILE), format!("{error}\n"));
-            let _ = fs::write(run_dir.join(NAME_FILE), &self.name);
         }
         outcome
     }
@@ -194,10 +196,11 @@ impl Launch {
             .mode(0o711)
             .create(run_dir)
             .map_err(|source| file_error("create", run_dir, source))?;
-        for stale in ["vhost.sock", "control.sock", ERROR_FILE, NAME_FILE] {
+        for stale in ["vhost.sock", "control.sock", ERROR_FILE] {
             remove_if_there(&run_dir.join(stale))?;
         }
-        Ok(())
+        let name = name_file(&self.run, self.vm);
+        fs::write(&name, &self.name).map_err(|source| file_error("write", &name, source))
     }
 
     fn open_log(&self, run_dir: &Path) -> Result<File, LaunchError> {

@@ -158,7 +158,7 @@ fn a_reason_becomes_the_error_and_stays_for_status() {
     let error = fs::read_to_string(host.run_dir().join("error")).expect("left");
     assert_eq!(error, "the server is full: ask for less\n");
     assert_eq!(
-        fs::read_to_string(host.run_dir().join("name")).expect("left"),
+        fs::read_to_string(host.paths.run.join(format!("{UUID}.name"))).expect("left"),
         "refusing"
     );
     let released = hook::release(host.domain("refusing").as_bytes(), &host.paths);

@@ -1,5 +1,8 @@
 //! `outram attach` and `outram detach`: edits of a shut-off domain's definition.
 
+use std::fs;
+use std::io;
+
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use outram_wire::units::{Limit, format_size};
@@ -9,6 +12,7 @@ use crate::attachment::{self, AttachRequest, Change};
 use crate::backend_control::{BackendControl, ControlError};
 use crate::domain_xml::DomainXml;
 use crate::host::{HostSettings, Paths};
+use crate::launch;
 use crate::libvirt::{Libvirt, LibvirtDomain};
 use crate::metadata;
 use crate::refusal::{self, Refusal};
@@ -178,11 +182,22 @@ fn note_additions(before: &DomainXml, defined: &LibvirtDomain) -> Result<()> {
 
 /// Removes what a failed start may have left; a backend that still ends keeps its directory.
 fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()> {
-    let run_dir = paths.run.join(domain.vm_id()?.to_string());
+    let vm = domain.vm_id()?;
+    let run_dir = paths.run.join(vm.to_string());
     let control = BackendControl::of(&run_dir);
-    if run_dir.exists() && matches!(control.status(), Err(ControlError::NotRunning(_))) {
-        std::fs::remove_dir_all(&run_dir)
-            .with_context(|| format!("cannot remove {}", run_dir.display()))?;
+    if !matches!(control.status(), Err(ControlError::NotRunning(_))) {
+        return Ok(());
+    }
+    for removed in [
+        fs::remove_dir_all(&run_dir),
+        fs::remove_file(launch::name_file(&paths.run, vm)),
+    ] {
+        match removed {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("cannot remove {}", run_dir.display()));
+            }
+            _ => {}
+        }
     }
     Ok(())
 }

@@ -1,7 +1,6 @@
 //! What is known of each guest: its backend's own report, or why there is none.
 
 use std::fs;
-use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
@@ -13,14 +12,11 @@ use serde::Serialize;
 
 use crate::backend_control::{BackendControl, ControlError};
 use crate::host::Paths;
-use crate::launch::{self, NAME_FILE};
+use crate::launch;
 use crate::libvirt::Libvirt;
 
 /// How long libvirt may take to find a domain by its name.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How long a backend may take to tell its guest's name.
-const NAME_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A guest with a run directory, or a domain known to libvirt.
 #[derive(Clone, Debug)]
@@ -121,32 +117,37 @@ pub fn all_guests(paths: &Paths) -> Result<Vec<Guest>> {
     let mut guests = Vec::new();
     for entry in entries {
         let entry = entry.with_context(|| format!("cannot read {}", paths.run.display()))?;
-        if let Some(vm) = entry
-            .file_name()
-            .to_str()
-            .and_then(|name| name.parse().ok())
-        {
-            guests.push(guest_in(&entry.path(), vm));
+        let name = entry.file_name();
+        if let Some(vm) = name.to_str().and_then(|name| name.parse().ok()) {
+            guests.push(guest_of(paths, vm));
         }
     }
     guests.sort_by(|a, b| (&a.name, a.vm).cmp(&(&b.name, b.vm)));
     Ok(guests)
 }
 
-fn guest_in(run_dir: &Path, vm: VmId) -> Guest {
-    let control = BackendControl::of(run_dir);
-    // A failed start leaves the name beside its reason; otherwise the backend knows it.
-    let name = fs::read_to_string(run_dir.join(NAME_FILE))
-        .ok()
-        .or_else(|| {
-            let quick = control.clone().with_timeout(NAME_TIMEOUT);
-            quick.status().ok().map(|status| status.name)
-        });
+fn guest_of(paths: &Paths, vm: VmId) -> Guest {
+    let name = fs::read_to_string(launch::name_file(&paths.run, vm));
     Guest {
         vm,
-        name: name.unwrap_or_else(|| vm.to_string()),
-        control,
+        name: name.unwrap_or_else(|_| vm.to_string()),
+        control: BackendControl::of(&run_dir(paths, vm)),
     }
+}
+
+/// The reports of several guests, asked at once: those that do not answer cost their time-out
+/// only once.
+pub fn reports(guests: &[Guest], paths: &Paths) -> Vec<Report> {
+    thread::scope(|scope| {
+        let asked: Vec<_> = guests
+            .iter()
+            .map(|guest| scope.spawn(|| report(guest, paths)))
+            .collect();
+        asked
+            .into_iter()
+            .filter_map(|report| report.join().ok())
+            .collect()
+    })
 }
 
 /// Finds a guest by name or UUID: in the run directories first, then, with a bound on the time
@@ -163,7 +164,7 @@ pub fn find_guest(name: &str, uri: Option<&str>, paths: &Paths) -> Result<Guest>
     let vm = look_up(name.to_owned(), uri.map(str::to_owned))?;
     Ok(Guest {
         name: name.to_owned(),
-        ..guest_in(&run_dir(paths, vm), vm)
+        ..guest_of(paths, vm)
     })
 }
 

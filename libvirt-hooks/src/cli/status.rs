@@ -5,7 +5,7 @@ use clap::Args;
 use outram_wire::control::{ServerStatus, Status};
 use outram_wire::units::format_size;
 
-use super::report::{Report, State, all_guests, find_guest, report};
+use super::report::{Report, State, all_guests, find_guest, report, reports};
 use crate::host::Paths;
 
 /// The arguments of `outram status`.
@@ -34,9 +34,8 @@ impl StatusArguments {
     }
 
     fn all(&self, paths: &Paths) -> Result<bool> {
-        let reports: Vec<Report> = all_guests(paths)?
-            .iter()
-            .map(|guest| report(guest, paths))
+        let reports: Vec<Report> = reports(&all_guests(paths)?, paths)
+            .into_iter()
             .filter(|report| report.state != State::Off)
             .collect();
         if self.json {
