@@ -92,46 +92,27 @@ impl Host {
         run(&self.program("outram")?, arguments)
     }
 
-    /// Makes certificates and settings as an operator would, and installs the hook.
+    /// Makes the certificates and sets the host up, as an operator would.
     pub fn set_up_outram(&self) -> Result<()> {
-        let dir = Path::new(PKI);
-        outram_wire::pki::init(dir)?;
-        for (kind, name, addresses) in [
-            (
-                outram_wire::pki::Kind::Server,
-                "memserver",
-                vec!["127.0.0.1".to_owned()],
-            ),
-            (outram_wire::pki::Kind::Client, "host", vec![]),
-        ] {
-            outram_wire::pki::issue(
-                dir,
-                &outram_wire::pki::Order {
-                    kind,
-                    name,
-                    addresses: &addresses,
-                    days: 10,
-                },
-            )?;
-        }
-        fs::create_dir_all("/etc/libvirt/hooks/qemu.d")?;
-        fs::create_dir_all("/run/outram")?;
-        run(
-            "ln",
+        for arguments in [
+            &["setup"][..],
+            &["pki", "init"],
             &[
-                "-s",
-                &self.program("outram-libvirt-hook")?,
-                "/etc/libvirt/hooks/qemu.d/outram",
+                "pki",
+                "issue",
+                "server",
+                "memserver",
+                "--address",
+                "127.0.0.1",
             ],
-        )?;
-        run("kill", &["-HUP", &self.libvirtd_pid()?.to_string()])?;
-        let settings = format!(
-            "tls-ca = \"{PKI}/ca.pem\"\ntls-cert = \"{PKI}/host.pem\"\ntls-key = \"{PKI}/host.key\"\n"
-        );
-        fs::write("/etc/outram/backend.toml", settings).context("/etc/outram/backend.toml")
+            &["pki", "issue", "client"],
+        ] {
+            self.outram_ok(arguments)?;
+        }
+        Ok(())
     }
 
-    /// Reloads libvirtd's configuration and hooks, as `systemctl reload` does.
+    /// libvirtd's process.
     pub fn libvirtd_pid(&self) -> Result<u32> {
         let daemons = self.lock();
         let libvirtd = daemons

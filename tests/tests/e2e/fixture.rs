@@ -71,7 +71,7 @@ fn note_duration(name: &str, took: Duration) {
 pub(crate) const SHARE: u64 = 80;
 
 /// RAM of an ordinary guest: the smallest whose kernel leaves 80 per cent to the checker.
-pub(crate) const RAM_MIB: u64 = 448;
+pub(crate) const RAM_MIB: u64 = 512;
 
 /// Long enough for anything that works at all on a loaded machine.
 pub(crate) const LONG: Duration = Duration::from_secs(180);
