@@ -313,6 +313,16 @@ impl World {
                 format!("the limit is not reached: {:?}", self.summary()),
             );
         }
+        let kept_back = |page: &u32| {
+            let slot = self.shared.table.load(PageIndex(*page)).slot;
+            slot.is_some_and(|slot| self.shared.slots.is_vacating(slot))
+        };
+        if let Some(page) = (0..PAGES).find(kept_back) {
+            return fail(
+                Check::Stuck,
+                format!("page {page} was not moved: {:?}", self.summary()),
+            );
+        }
         if !self.orders.is_empty() || self.shared.staging.in_use() > 0 {
             return fail(Check::Stuck, format!("staging: {:?}", self.summary()));
         }

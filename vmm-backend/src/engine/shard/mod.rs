@@ -101,6 +101,8 @@ pub struct Shard<P: Ports> {
     pin_requests: HashMap<PinId, PinRequest>,
     /// Pages to be moved out of slabs that their server wants back.
     to_move: VecDeque<PageIndex>,
+    /// The next of them waits for room.
+    move_waits: bool,
     /// Staging slots for pages on their way.
     moving: HashMap<PageIndex, Ticket>,
     next_fetch: u64,
@@ -128,6 +130,7 @@ impl<P: Ports> Shard<P> {
             pins: HashMap::new(),
             pin_requests: HashMap::new(),
             to_move: VecDeque::new(),
+            move_waits: false,
             moving: HashMap::new(),
             next_fetch: 0,
             runs_out: Vec::new(),

@@ -29,8 +29,19 @@ impl<P: Ports> Shard<P> {
         }
     }
 
+    /// A page was stored in a slab that its server has asked for meanwhile.
+    pub(super) fn move_if_vacating(&mut self, page: PageIndex) {
+        let slot = self.shared.table.load(page).slot;
+        if slot.is_some_and(|slot| self.shared.slots.is_vacating(slot)) {
+            self.to_move.push_back(page);
+        }
+    }
+
     /// Starts moving what is to be moved, as far as there is room for it.
     pub(super) fn move_pages(&mut self) {
+        if std::mem::take(&mut self.move_waits) {
+            self.shared.budget.end_waiting();
+        }
         while self.moving.len() < MOVES_MOST {
             let Some(page) = self.to_move.pop_front() else {
                 return;
@@ -44,6 +55,9 @@ impl<P: Ports> Shard<P> {
                 continue;
             }
             if !self.shared.budget.acquire(1) {
+                // Whoever gives room back tells those who are counted as waiting.
+                self.shared.budget.start_waiting();
+                self.move_waits = true;
                 return self.to_move.push_front(page);
             }
             let Some(ticket) = self
@@ -53,6 +67,7 @@ impl<P: Ports> Shard<P> {
                 .and_then(|taken| taken.into_iter().next())
             else {
                 self.shared.budget.release(1);
+                self.shared.staging.note_starved();
                 return self.to_move.push_front(page);
             };
             self.moving.insert(page, ticket);

@@ -136,6 +136,7 @@ impl<P: Ports> Shard<P> {
                         ..entry
                     },
                 );
+                self.move_if_vacating(page);
             }
             Fate::Filled => {
                 stats.evicted_filled.count();
@@ -208,6 +209,7 @@ impl<P: Ports> Shard<P> {
                         ..entry
                     },
                 );
+                self.move_if_vacating(page);
             }
             // Taken back while it was being written, and not staged again since: the slot is a
             // good copy of the bytes that the tag describes.
@@ -215,6 +217,7 @@ impl<P: Ports> Shard<P> {
                 if same
                     && entry.slot.is_none()
                     && !self.is_pinned(page)
+                    && !self.shared.slots.is_vacating(slot)
                     && self.shared.slots.try_keep() =>
             {
                 self.set(
