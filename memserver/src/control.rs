@@ -10,7 +10,7 @@ use outram_wire::server::{
     ClientMessage, ClientName, Purpose, Refusal, Reply, Request, ServerMessage, Welcome,
 };
 
-use crate::ledger::{Ended, Hold, Ledger};
+use crate::ledger::{Caller, Ended, Hold, Ledger};
 use crate::metrics::{Metrics, Outcome, With};
 
 /// A client that does not take an answer for so long is left.
@@ -41,8 +41,19 @@ pub(crate) fn serve(
         Purpose::Guest { vm, secret } => (vm, secret),
     };
     let waker = Arc::new(new_waker().map_err(ChannelError::Io)?);
-    match desk.ledger.admit(vm, name, secret, socket, &waker) {
+    let caller = Caller {
+        vm,
+        name,
+        secret,
+        socket,
+        waker: &waker,
+    };
+    match desk.ledger.admit(&caller) {
         Ok(hold) => {
+            if let Some(slabs) = hold.superseded_slabs {
+                desk.metrics.superseded_sessions.inc();
+                tracing::warn!(%vm, client = %name, slabs, "a new backend takes the place of one that is gone: its slabs are freed");
+            }
             tracing::info!(%vm, client = %name, resumed = hold.resumed, slabs = hold.held.len(), "a guest's backend connected");
             let served = serve_guest(desk, channel, &hold, &waker, version);
             desk.ledger.leave(&hold);

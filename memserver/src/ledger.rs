@@ -12,13 +12,16 @@ use std::time::Duration;
 use outram_wire::server::channel::EventFd;
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::{
-    ClientName, ClientStats, InstanceId, Refusal, ServerMessage, ServerStats, SessionSecret,
-    SlabId, Token,
+    ClientName, ClientStats, InstanceId, Refusal, ServerMessage, ServerStats, SlabId, Token,
 };
 use outram_wire::units::VmId;
 
 use crate::session::Session;
 use crate::slab::{Counts, Slab};
+
+mod admission;
+
+pub(crate) use admission::Caller;
 
 /// How long the threads of a fenced session get to finish what they are at: copying a few MiB.
 const FENCE_TIMEOUT: Duration = Duration::from_secs(4);
@@ -99,6 +102,8 @@ pub(crate) struct Hold {
     pub(crate) session: Arc<Session>,
     pub(crate) control: Arc<Control>,
     pub(crate) resumed: bool,
+    /// Slabs of a session that this one took the place of.
+    pub(crate) superseded_slabs: Option<u64>,
     pub(crate) reserved_bytes: u64,
     pub(crate) held: Vec<SlabId>,
 }
@@ -138,131 +143,6 @@ impl Ledger {
     fn books(&self) -> MutexGuard<'_, Books> {
         // A change under the lock either completes or panics before it begins.
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Admits a control connection: opens the guest's session, or hands it over once every
-    /// connection of the former one has ended.
-    pub(crate) fn admit(
-        &self,
-        vm: VmId,
-        name: &ClientName,
-        secret: SessionSecret,
-        socket: &Arc<TcpStream>,
-        waker: &Arc<EventFd>,
-    ) -> Result<Hold, Refusal> {
-        let resumed = {
-            let mut books = self.books();
-            if books.closing {
-                return Err(Refusal::Closing);
-            }
-            match books.accounts.get_mut(&vm) {
-                Some(account) => Some(self.begin_resumption(account, name, secret)?),
-                None => {
-                    self.open_account(&mut books, vm, name, secret)?;
-                    None
-                }
-            }
-        };
-        if let Some(session) = &resumed
-            && !session.fence(FENCE_TIMEOUT)
-        {
-            if let Some(account) = self.books().accounts.get_mut(&vm) {
-                account.resuming = false;
-            }
-            return Err(Refusal::SessionBusy);
-        }
-        self.hand_over(vm, resumed, socket, waker)
-    }
-
-    fn open_account(
-        &self,
-        books: &mut Books,
-        vm: VmId,
-        name: &ClientName,
-        secret: SessionSecret,
-    ) -> Result<(), Refusal> {
-        if books.accounts.len() >= self.terms.max_sessions {
-            return Err(Refusal::TooMany {
-                what: "guests".to_owned(),
-                limit: self.terms.max_sessions as u64,
-            });
-        }
-        let account = Account {
-            session: Arc::new(Session::new(vm, name.clone(), secret)),
-            reserved_bytes: 0,
-            renewed_at: BootTime::now(),
-            control: None,
-            resuming: true,
-            vacating: BTreeSet::new(),
-            tokens: Vec::new(),
-        };
-        books.accounts.insert(vm, account);
-        Ok(())
-    }
-
-    /// Checks that the session is the caller's and cuts its former control connection.
-    fn begin_resumption(
-        &self,
-        account: &mut Account,
-        name: &ClientName,
-        secret: SessionSecret,
-    ) -> Result<Arc<Session>, Refusal> {
-        let session = &account.session;
-        if session.name != *name || session.secret != secret {
-            let ends = account.renewed_at.after(self.terms.lease_timeout);
-            return Err(Refusal::SessionTaken {
-                vm: session.vm,
-                ends_in_s: ends.since(BootTime::now()).as_secs() + 1,
-            });
-        }
-        if account.resuming {
-            return Err(Refusal::SessionBusy);
-        }
-        account.resuming = true;
-        account.tokens.clear();
-        if let Some(former) = account.control.take() {
-            former.cut();
-        }
-        Ok(account.session.clone())
-    }
-
-    fn hand_over(
-        &self,
-        vm: VmId,
-        resumed: Option<Arc<Session>>,
-        socket: &Arc<TcpStream>,
-        waker: &Arc<EventFd>,
-    ) -> Result<Hold, Refusal> {
-        let mut books = self.books();
-        let id = books.next_control;
-        books.next_control += 1;
-        let account = books.accounts.get_mut(&vm).filter(|account| {
-            let same = |session| Arc::ptr_eq(session, &account.session);
-            resumed.as_ref().is_none_or(same)
-        });
-        // The lease may have ended while the fence was waited for.
-        let account = account.ok_or(Refusal::SessionBusy)?;
-        let control = Arc::new(Control {
-            id,
-            socket: socket.clone(),
-            waker: waker.clone(),
-            outbox: Mutex::default(),
-        });
-        account.resuming = false;
-        account.renewed_at = BootTime::now();
-        account.control = Some(control.clone());
-        account.session.reopen();
-        // Who was cut off may never have seen what it was asked for.
-        for slab in &account.vacating {
-            control.post(ServerMessage::Vacate { slab: *slab });
-        }
-        Ok(Hold {
-            session: account.session.clone(),
-            control,
-            resumed: resumed.is_some(),
-            reserved_bytes: account.reserved_bytes,
-            held: account.session.slab_ids(),
-        })
     }
 
     /// Forgets a control connection that has ended; the session goes on until its lease ends.

@@ -119,6 +119,7 @@ pub(crate) struct Metrics {
     pub(crate) released_slabs: Counter,
     pub(crate) expired_sessions: Counter,
     pub(crate) expired_slabs: Counter,
+    pub(crate) superseded_sessions: Counter,
     pub(crate) vacate_requests: Counter,
     pub(crate) data_requests: Family<Of, Counter>,
     pub(crate) read_bytes: Counter,
@@ -183,6 +184,11 @@ impl Metrics {
             "expired_slabs",
             "Slabs taken back because a lease ran out",
             &self.expired_slabs,
+        );
+        counter(
+            "superseded_sessions",
+            "Sessions given up by a new backend of the same guest",
+            &self.superseded_sessions,
         );
         counter(
             "vacate_requests",

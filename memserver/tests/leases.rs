@@ -248,6 +248,32 @@ fn a_session_is_nobody_elses() {
 }
 
 #[test]
+fn a_backend_that_is_gone_keeps_its_guest_from_nothing() {
+    let pki = Pki::new();
+    let server = server(&pki, 2, |_| {});
+    let mut gone = Client::with_slabs(&server, &pki, 1, 2);
+    let slabs = [gone.lease(), gone.lease()];
+    let mut data = gone.data();
+    data.write(slabs[0], 0, &[1; 4096]);
+    drop(gone);
+    eventually("its end is noticed", || {
+        !server.stats().clients[0].connected
+    });
+    let address = server.local_addr();
+    let stranger = pki.issue(outram_wire::tls::Kind::Client, "stranger");
+    let refused = Client::connect(address, &stranger, vm(1), 2).err();
+    assert!(matches!(refused, Some(Refusal::SessionTaken { .. })));
+    let fresh = Client::connect(address, &pki.client, vm(1), 2).expect("admitted");
+    assert!(!fresh.welcome.resumed && fresh.welcome.held.is_empty());
+    assert!(data.is_over());
+    let stats = server.stats();
+    assert_eq!((stats.leased_bytes, stats.reserved_bytes), (0, 0));
+    // The former secret is worth nothing any more.
+    let refused = Client::connect(address, &pki.client, vm(1), 1).err();
+    assert!(matches!(refused, Some(Refusal::SessionTaken { .. })));
+}
+
+#[test]
 fn a_goodbye_frees_everything() {
     let pki = Pki::new();
     let server = server(&pki, 2, |_| {});

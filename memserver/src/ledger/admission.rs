@@ -1,0 +1,175 @@
+//! Whose a session is, and how it passes from one control connection to the next.
+//!
+//! A session is its client's who shows the same certificate and the same secret. One whose secret
+//! is another, but whose certificate is the same, takes the session's place only if nobody is
+//! connected to it: then the backend that knew the secret is gone, and its guest with it. Anybody
+//! else waits until the lease ends.
+
+use std::collections::BTreeSet;
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+
+use outram_wire::server::channel::EventFd;
+use outram_wire::server::clock::BootTime;
+use outram_wire::server::{ClientName, Refusal, ServerMessage, SessionSecret};
+use outram_wire::units::VmId;
+
+use super::{Account, Books, Control, FENCE_TIMEOUT, Hold, Ledger};
+use crate::session::Session;
+
+/// Who asks to be admitted.
+pub(crate) struct Caller<'a> {
+    pub(crate) vm: VmId,
+    pub(crate) name: &'a ClientName,
+    pub(crate) secret: SessionSecret,
+    pub(crate) socket: &'a Arc<TcpStream>,
+    pub(crate) waker: &'a Arc<EventFd>,
+}
+
+/// What a caller comes to.
+struct Claim {
+    session: Arc<Session>,
+    /// The session was the caller's before.
+    resumed: bool,
+    /// The session whose place it takes.
+    superseded: Option<Arc<Session>>,
+}
+
+impl Ledger {
+    /// Admits a control connection: opens the guest's session, or hands it over once every
+    /// connection of the former one has ended.
+    pub(crate) fn admit(&self, caller: &Caller<'_>) -> Result<Hold, Refusal> {
+        let claim = self.claim(caller)?;
+        let superseded_slabs = claim.superseded.map(|session| {
+            // Its slabs are freed whether or not its threads are done with them by now.
+            session.fence(FENCE_TIMEOUT);
+            session.take_slabs().len() as u64
+        });
+        if claim.resumed && !claim.session.fence(FENCE_TIMEOUT) {
+            if let Some(account) = self.books().account_with(&claim.session) {
+                account.resuming = false;
+            }
+            return Err(Refusal::SessionBusy);
+        }
+        let hold = self.hand_over(caller, &claim.session, claim.resumed)?;
+        Ok(Hold {
+            superseded_slabs,
+            ..hold
+        })
+    }
+
+    fn claim(&self, caller: &Caller<'_>) -> Result<Claim, Refusal> {
+        let mut books = self.books();
+        if books.closing {
+            return Err(Refusal::Closing);
+        }
+        let mut superseded = None;
+        if let Some(account) = books.accounts.get_mut(&caller.vm) {
+            if account.resuming {
+                return Err(Refusal::SessionBusy);
+            }
+            let same_name = account.session.name == *caller.name;
+            if same_name && account.session.secret == caller.secret {
+                return Ok(Claim {
+                    session: account.begin_resumption(),
+                    resumed: true,
+                    superseded: None,
+                });
+            }
+            if !same_name || account.control.is_some() {
+                let ends = account.renewed_at.after(self.terms.lease_timeout);
+                return Err(Refusal::SessionTaken {
+                    vm: caller.vm,
+                    ends_in_s: ends.since(BootTime::now()).as_secs() + 1,
+                });
+            }
+            superseded = books.accounts.remove(&caller.vm);
+        }
+        Ok(Claim {
+            session: self.open_account(&mut books, caller)?,
+            resumed: false,
+            superseded: superseded.map(|account| account.session),
+        })
+    }
+
+    fn open_account(
+        &self,
+        books: &mut Books,
+        caller: &Caller<'_>,
+    ) -> Result<Arc<Session>, Refusal> {
+        if books.accounts.len() >= self.terms.max_sessions {
+            return Err(Refusal::TooMany {
+                what: "guests".to_owned(),
+                limit: self.terms.max_sessions as u64,
+            });
+        }
+        let session = Session::new(caller.vm, caller.name.clone(), caller.secret);
+        let session = Arc::new(session);
+        let account = Account {
+            session: session.clone(),
+            reserved_bytes: 0,
+            renewed_at: BootTime::now(),
+            control: None,
+            resuming: true,
+            vacating: BTreeSet::new(),
+            tokens: Vec::new(),
+        };
+        books.accounts.insert(caller.vm, account);
+        Ok(session)
+    }
+
+    fn hand_over(
+        &self,
+        caller: &Caller<'_>,
+        session: &Arc<Session>,
+        resumed: bool,
+    ) -> Result<Hold, Refusal> {
+        let mut books = self.books();
+        let id = books.next_control;
+        books.next_control += 1;
+        // The lease may have ended while the fence was waited for.
+        let account = books.account_with(session).ok_or(Refusal::SessionBusy)?;
+        let control = Arc::new(Control {
+            id,
+            socket: caller.socket.clone(),
+            waker: caller.waker.clone(),
+            outbox: Mutex::default(),
+        });
+        account.resuming = false;
+        account.renewed_at = BootTime::now();
+        account.control = Some(control.clone());
+        session.reopen();
+        // Who was cut off may never have seen what it was asked for.
+        for slab in &account.vacating {
+            control.post(ServerMessage::Vacate { slab: *slab });
+        }
+        Ok(Hold {
+            session: session.clone(),
+            control,
+            resumed,
+            superseded_slabs: None,
+            reserved_bytes: account.reserved_bytes,
+            held: session.slab_ids(),
+        })
+    }
+}
+
+impl Books {
+    /// The account of exactly this session, not of a later one of the same guest.
+    fn account_with(&mut self, session: &Arc<Session>) -> Option<&mut Account> {
+        let account = self.accounts.get_mut(&session.vm);
+        account.filter(|account| Arc::ptr_eq(&account.session, session))
+    }
+}
+
+impl Account {
+    /// Cuts the former control connection and voids the tokens that it was given.
+    fn begin_resumption(&mut self) -> Arc<Session> {
+        self.resuming = true;
+        self.tokens.clear();
+        if let Some(former) = self.control.take() {
+            former.cut();
+        }
+        self.session.clone()
+    }
+}
