@@ -98,6 +98,62 @@ fn an_unprivileged_vmm_falls_back_in_the_stated_order() -> Result<()> {
 }
 
 #[test]
+fn a_private_dev_without_the_device_is_no_obstacle() -> Result<()> {
+    let socket = Socket::new()?;
+    let chardev = format!("socket,id=c0,path={}", socket.path.display());
+    // As libvirt 9.0 starts QEMU: in a mount namespace whose /dev has no userfaultfd.
+    let _small = Killed(
+        Command::new("unshare")
+            .args(["--mount", "sh", "-c"])
+            .arg("mount -t tmpfs none /dev && exec \"$0\" \"$@\"")
+            .arg(env!("CARGO_BIN_EXE_small-vmm"))
+            .args([
+                "-object",
+                "memory-backend-memfd,id=pc.ram,size=16M,share=on",
+            ])
+            .args(["-chardev", &chardev])
+            .args(["-device", "vhost-user-blk-pci,chardev=c0"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()?,
+    );
+    let (stream, vmm) = socket.accept()?;
+    let error = take(&vmm, &stream, 1, &only(Way::Device)?).expect_err("it is hidden");
+    let HandoverError::NoWay { attempts } = error else {
+        panic!("{error:?}");
+    };
+    assert_eq!(attempts[0].errno, libc::ENOENT);
+    let handed_over = take(&vmm, &stream, 4, &options()?)?;
+    assert_eq!(handed_over.way, Way::PassedDevice);
+    Ok(())
+}
+
+#[test]
+fn an_injector_that_nobody_listens_to_leaves_nothing() -> Result<()> {
+    let socket = Socket::new()?;
+    let mut small = small_vmm(&socket, &["16M"], 1, None)?;
+    let (stream, vmm) = socket.accept()?;
+    let before = descriptors(vmm.pid)?;
+    for way in ["device", "passed-device"] {
+        let mut injector = Command::new(options()?.injector)
+            .arg("inject")
+            .args([vmm.pid.to_string(), vmm.start_time.to_string()])
+            .args(["16", "5000", "false", way])
+            .stdin(std::os::fd::OwnedFd::from(stream.try_clone()?))
+            .stdout(Stdio::piped())
+            .spawn()?;
+        // As if the backend had been killed.
+        drop(injector.stdout.take());
+        ensure!(!injector.wait()?.success(), "it cannot have reported");
+        assert_eq!(descriptors(vmm.pid)?, before, "{way}");
+    }
+    let (disk, _) = device(vmm, 64)?;
+    std::thread::spawn(move || disk.serve(stream));
+    small.wait_connected()?;
+    small.exit()
+}
+
+#[test]
 fn a_hundred_hand_overs_disturb_nothing_at_work() -> Result<()> {
     let socket = Socket::new()?;
     let mut small = small_vmm(&socket, &["16M", "16M"], 2, None)?;

@@ -14,8 +14,8 @@ use super::memory::PinError;
 
 /// Bytes of a request's header.
 const HEADER_BYTES: usize = 16;
-/// Largest request, data and all: bounds memory and pins. Linux sends at most 1280 KiB unless told
-/// otherwise, and is told so by `seg_max` and `size_max`.
+/// Largest request, data and all: bounds memory and pins. Drivers keep it by keeping the largest
+/// number and size of segments that the configuration tells.
 pub(super) const MAX_REQUEST_BYTES: u64 = 1 << 20;
 
 /// Access to a request's buffers, in guest-physical segments.

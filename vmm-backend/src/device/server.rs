@@ -18,7 +18,7 @@ use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO,
     VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX,
 };
-use virtio_bindings::bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::bindings::virtio_config::{VIRTIO_F_ANY_LAYOUT, VIRTIO_F_VERSION_1};
 use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 
 use super::disk::SECTOR_BYTES;
@@ -30,8 +30,12 @@ use super::table::{MappedRegion, Table};
 use super::worker::{Shared, Signals, Worker};
 use crate::handover::MemfdId;
 
-/// Most buffers of a request's data: what fits a queue of 128 with header and status.
+/// Most buffers of a request's data: what fits a queue of 128, QEMU's default, with header and
+/// status.
 const MAX_SEGMENTS: u32 = 126;
+/// Largest of these buffers: so that no driver that keeps both exceeds the largest request.
+const MAX_SEGMENT_BYTES: u32 = 8192;
+const _: () = assert!(MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64 <= MAX_REQUEST_BYTES);
 /// Most regions of a memory table: what one message can carry descriptors for, four times over.
 const MAX_REGIONS: u64 = 128;
 /// Space that a front end may read configuration from; beyond the known fields it is zeros.
@@ -75,6 +79,8 @@ fn feature(bit: u32) -> u64 {
 /// What the device offers.
 fn offered_features() -> u64 {
     feature(VIRTIO_F_VERSION_1)
+        // Older drivers acknowledge it unasked; requests are read however they are cut.
+        | feature(VIRTIO_F_ANY_LAYOUT)
         | feature(VIRTIO_RING_F_EVENT_IDX)
         | feature(VIRTIO_BLK_F_RO)
         | feature(VIRTIO_BLK_F_MQ)
@@ -209,7 +215,7 @@ impl Connection {
         let mut bytes = [0; CONFIG_BYTES];
         let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
         put(0, &self.shared.disk.sectors().to_le_bytes());
-        put(8, &(MAX_REQUEST_BYTES as u32).to_le_bytes());
+        put(8, &MAX_SEGMENT_BYTES.to_le_bytes());
         put(12, &MAX_SEGMENTS.to_le_bytes());
         put(20, &(SECTOR_BYTES as u32).to_le_bytes());
         put(34, &self.max_queues.to_le_bytes());

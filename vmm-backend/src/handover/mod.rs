@@ -32,6 +32,10 @@ pub use outcome::Attempt;
 /// Most userfaultfds one hand-over creates: bounds what is opened in the VMM.
 pub const MAX_UFFDS: usize = 256;
 
+/// A process that is being killed answers with all kinds of errors before it is gone: how long an
+/// error waits to learn whether that is its reason.
+const ENDING: Duration = Duration::from_millis(200);
+
 /// Identity of a memfd (or any file): what `fstat` says of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MemfdId {
@@ -72,7 +76,13 @@ pub struct Peer {
 
 /// Who connected to this socket (`SO_PEERCRED`).
 pub fn peer(socket: &UnixStream) -> Result<Peer, HandoverError> {
-    kernel::peer_credentials(socket.as_fd()).map_err(HandoverError::Peer)
+    let peer = kernel::peer_credentials(socket.as_fd()).map_err(HandoverError::Peer)?;
+    if peer.pid > 0 {
+        Ok(peer)
+    } else {
+        let text = "it runs in another PID namespace; start the backend where it sees QEMU";
+        Err(HandoverError::Peer(io::Error::other(text)))
+    }
 }
 
 /// The process whose guest is paged. Held by a pidfd, so that the number cannot be reused
@@ -119,7 +129,11 @@ impl Vmm {
 
     /// Whether the process has ended.
     pub fn has_ended(&self) -> bool {
-        kernel::poll_readable(self.pidfd.as_fd(), Some(Duration::ZERO)).unwrap_or(true)
+        self.ends_within(Duration::ZERO)
+    }
+
+    fn ends_within(&self, patience: Duration) -> bool {
+        kernel::poll_readable(self.pidfd.as_fd(), Some(patience)).unwrap_or(true)
     }
 
     /// A duplicate of one of its descriptors.
@@ -232,7 +246,7 @@ pub struct HandedOver {
 #[derive(Debug, thiserror::Error)]
 pub enum HandoverError {
     /// The socket has no peer credentials.
-    #[error("cannot tell which process is at the other end of the vhost-user socket")]
+    #[error("cannot tell which process is at the other end of the vhost-user socket: {0}")]
     Peer(#[source] io::Error),
     /// The process ended (or never was).
     #[error("the VMM (process {pid}) is gone")]
@@ -313,7 +327,7 @@ pub fn take(
         .and_then(|(numbers, way)| Ok((vmm.fetch_uffds(&numbers)?, numbers, way)));
     let (uffds, numbers, way) = taken.map_err(|error| match error {
         // Whatever the step that met its end.
-        _ if vmm.has_ended() => HandoverError::VmmGone {
+        _ if vmm.ends_within(ENDING) => HandoverError::VmmGone {
             pid: vmm.pid,
             source: io::Error::from_raw_os_error(libc::ESRCH),
         },

@@ -66,7 +66,7 @@ pub fn guest_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
     let found = find_ram(vmm);
     match found {
         // Whatever else was wrong, it was because of this.
-        Err(_) if vmm.has_ended() => Err(Refusal::Gone { pid: vmm.pid }),
+        Err(_) if vmm.ends_within(super::ENDING) => Err(Refusal::Gone { pid: vmm.pid }),
         found => found,
     }
 }
