@@ -1,12 +1,7 @@
 //! What the server counts, and the page where Prometheus reads it.
 
 use std::fmt::Write as _;
-use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicI64;
 
 use outram_wire::server::ServerStats;
 use prometheus_client::encoding::text::encode;
@@ -15,11 +10,6 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-
-/// Longest request head that is read; scrapers send a few hundred bytes.
-const MAX_REQUEST_BYTES: usize = 8 * 1024;
-/// A scraper that takes longer is left.
-const SCRAPE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// An enum whose values are a label's: each with its text, and all of them in a list.
 macro_rules! label {
@@ -166,7 +156,7 @@ impl Metrics {
         Connected(gauge)
     }
 
-    fn registry(&self) -> Registry {
+    pub(crate) fn registry(&self) -> Registry {
         let mut registry = Registry::with_prefix("outram_memserver");
         let mut counter =
             |name, help, metric: &Counter| registry.register(name, help, metric.clone());
@@ -256,7 +246,7 @@ impl Metrics {
     }
 
     /// The page, with the gauges brought up to date.
-    fn page(&self, registry: &Registry, stats: &ServerStats) -> String {
+    pub(crate) fn page(&self, registry: &Registry, stats: &ServerStats) -> String {
         let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         self.memory_bytes.set(signed(stats.memory_bytes));
         self.reserved_bytes.set(signed(stats.reserved_bytes));
@@ -289,102 +279,4 @@ impl Drop for Connected {
     fn drop(&mut self) {
         self.0.dec();
     }
-}
-
-/// The thread that answers scrapers, one after the other.
-pub(crate) struct Page {
-    address: SocketAddr,
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Page {
-    pub(crate) fn serve(
-        listener: TcpListener,
-        metrics: Metrics,
-        stats: impl Fn() -> ServerStats + Send + 'static,
-    ) -> io::Result<Self> {
-        let address = listener.local_addr()?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = stop.clone();
-        let thread = thread::Builder::new()
-            .name("metrics".to_owned())
-            .spawn(move || {
-                let registry = metrics.registry();
-                for socket in listener.incoming() {
-                    if stopped.load(Ordering::Acquire) {
-                        return;
-                    }
-                    let Ok(socket) = socket else {
-                        // Out of descriptors, most likely: give others time to end.
-                        thread::sleep(Duration::from_millis(100));
-                        continue;
-                    };
-                    if let Err(error) = answer(&socket, || metrics.page(&registry, &stats())) {
-                        tracing::debug!(%error, "a scraper was not answered");
-                    }
-                }
-            })?;
-        Ok(Self {
-            address,
-            stop,
-            thread: Some(thread),
-        })
-    }
-
-    pub(crate) fn address(&self) -> SocketAddr {
-        self.address
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
-        // A connection of our own lets the thread see the flag.
-        let mut address = self.address;
-        if address.ip().is_unspecified() {
-            address.set_ip(match address {
-                SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
-                SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
-            });
-        }
-        let woken = TcpStream::connect_timeout(&address, SCRAPE_TIMEOUT).is_ok();
-        if let Some(thread) = self.thread.take()
-            && woken
-        {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// Answers one HTTP request.
-fn answer(mut socket: &TcpStream, page: impl FnOnce() -> String) -> io::Result<()> {
-    let deadline = Instant::now() + SCRAPE_TIMEOUT;
-    let mut head = Vec::new();
-    let mut chunk = [0; 1024];
-    while !head.windows(4).any(|window| window == b"\r\n\r\n") {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() || head.len() > MAX_REQUEST_BYTES {
-            return Err(io::ErrorKind::InvalidData.into());
-        }
-        socket.set_read_timeout(Some(left))?;
-        match socket.read(&mut chunk)? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            read => head.extend_from_slice(&chunk[..read]),
-        }
-    }
-    let line = head.split(|byte| *byte == b'\r').next();
-    let mut words = line.unwrap_or_default().split(|byte| *byte == b' ');
-    let (method, path) = (words.next(), words.next());
-    let (status, body) = match (method, path) {
-        (Some(b"GET"), Some(b"/metrics" | b"/")) => ("200 OK", page()),
-        (Some(b"GET"), _) => ("404 Not Found", "try /metrics\n".to_owned()),
-        _ => ("405 Method Not Allowed", "only GET\n".to_owned()),
-    };
-    let length = body.len();
-    let response = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: application/openmetrics-text; version=1.0.0; charset=utf-8\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
-    );
-    socket.set_write_timeout(Some(SCRAPE_TIMEOUT))?;
-    socket.write_all(response.as_bytes())
 }

@@ -11,6 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use outram_wire::scrape::Page;
 use outram_wire::server::channel::{EventFd, new_waker};
 use outram_wire::server::{InstanceId, ServerStats};
 use outram_wire::tls::{self, TlsError};
@@ -19,7 +20,7 @@ use crate::config::{Config, ConfigError};
 use crate::control::Desk;
 use crate::hall::Hall;
 use crate::ledger::{Ledger, Terms};
-use crate::metrics::{Metrics, Page};
+use crate::metrics::Metrics;
 
 /// How long a stopping server waits for its threads.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -117,7 +118,10 @@ impl Server {
         if let Some(listener) = page {
             let ledger = hall.desk.ledger.clone();
             let metrics = hall.desk.metrics.clone();
-            let page = Page::serve(listener, metrics, move || ledger.stats(|_| true));
+            let registry = metrics.registry();
+            let page = Page::serve(listener, move || {
+                metrics.page(&registry, &ledger.stats(|_| true))
+            });
             server.page = Some(page.map_err(thread_error)?);
         }
         let (accepting, stop) = (hall.clone(), server.stop.clone());
