@@ -185,6 +185,7 @@ pub fn release(xml: &[u8], paths: &Paths) -> Option<String> {
         // Should it refuse or be gone, the next start deals with what is left.
         let _ = control.stop();
     }
+    launch::clear_abandoned(&run_dir);
     let reason = launch::reason(&run_dir);
     if reason.is_none() {
         // The name is of use only with something to be told of it.

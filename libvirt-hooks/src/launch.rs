@@ -98,7 +98,9 @@ pub enum LaunchError {
     )]
     DidNotEnd(u32),
     /// An earlier backend cannot be asked.
-    #[error("an earlier backend of this domain cannot be replaced: {0}")]
+    #[error(
+        "an earlier backend of this domain cannot be replaced: {0}; end its process ('fuser' on its socket names it), then start the domain again"
+    )]
     Unusable(#[source] ControlError),
     /// The program could not be started.
     #[error("cannot start {path}: {source}")]
@@ -351,6 +353,42 @@ pub fn reason(run_dir: &Path) -> Option<String> {
     let text = fs::read_to_string(run_dir.join(ERROR_FILE)).ok()?;
     let text = text.trim();
     (!text.is_empty()).then(|| text.to_owned())
+}
+
+/// Whether a backend ended without removing its sockets: it was killed, or crashed.
+pub fn is_abandoned(run_dir: &Path) -> bool {
+    run_dir.join("control.sock").exists()
+        && matches!(
+            BackendControl::of(run_dir).status(),
+            Err(ControlError::NotRunning(_))
+        )
+}
+
+/// Clears up after a backend that was killed, once its guest has ended too: its state's tmpfs
+/// holds host memory. What happened is left as the reason for 'outram status'.
+pub fn clear_abandoned(run_dir: &Path) {
+    if !is_abandoned(run_dir) {
+        return;
+    }
+    // All of it is best effort: the next start replaces what is left.
+    let _ = Command::new("umount")
+        .arg("--lazy")
+        .arg(run_dir.join("state"))
+        .stdin(Stdio::null())
+        .output();
+    let _ = fs::remove_dir(run_dir.join("state"));
+    for socket in ["control.sock", "vhost.sock"] {
+        let _ = fs::remove_file(run_dir.join(socket));
+    }
+    if reason(run_dir).is_none() {
+        let log = run_dir.join(LOG_FILE);
+        let text = format!(
+            "outram-backend ended while its guest ran; its log {} ends: {}\n",
+            log.display(),
+            log_tail(&log)
+        );
+        let _ = fs::write(run_dir.join(ERROR_FILE), text);
+    }
 }
 
 /// The end of a log on one line.

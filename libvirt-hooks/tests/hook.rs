@@ -15,6 +15,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use outram_libvirt::backend_control::BackendControl;
+use outram_libvirt::cli::report::{self, State};
 use outram_libvirt::hook::{self, HookError};
 use outram_libvirt::host::Paths;
 use outram_libvirt::launch::LaunchError;
@@ -223,6 +224,35 @@ fn release_ends_a_backend_that_no_qemu_came_to() {
         None
     );
     wait_until("the end", || !process::is_alive(pid));
+}
+
+#[test]
+fn release_clears_up_after_a_backend_that_was_killed() {
+    let host = Host::new();
+    host.prepare("serving").expect("started");
+    let pid = host.pid();
+    let killed = Command::new("kill").args(["-9", &pid.to_string()]).status();
+    assert!(killed.expect("kill runs").success());
+    wait_until("the end", || !process::is_alive(pid));
+    let guests = report::all_guests(&host.paths).expect("guests");
+    let reports = report::reports(&guests, &host.paths);
+    assert_eq!(reports.len(), 1);
+    assert_eq!(
+        (reports[0].state, reports[0].name.as_str()),
+        (State::Gone, "serving")
+    );
+
+    let reason = hook::release(host.domain("serving").as_bytes(), &host.paths);
+    assert!(
+        reason
+            .expect("a reason")
+            .contains("ended while its guest ran")
+    );
+    assert!(!host.run_dir().join("control.sock").exists());
+    let reports = report::reports(&guests, &host.paths);
+    assert_eq!(reports[0].state, State::Failed);
+    host.prepare("ready")
+        .expect("a later start is not hindered");
 }
 
 #[test]

@@ -47,6 +47,8 @@ pub enum State {
     Ending,
     /// The backend does not answer.
     Silent,
+    /// The backend ended without a word: whoever needs its memory stands still.
+    Gone,
     /// The last start failed.
     Failed,
     /// No backend runs.
@@ -75,6 +77,14 @@ pub fn report(guest: &Guest, paths: &Paths) -> Report {
         Ok(status) => (state_of(status.phase), None, Some(status)),
         Err(ControlError::NotRunning(_)) => match left {
             Some(reason) => (State::Failed, Some(reason), None),
+            None if launch::is_abandoned(&run_dir(paths, guest.vm)) => {
+                let log = run_dir(paths, guest.vm).join(launch::LOG_FILE);
+                let reason = format!(
+                    "if the guest still runs, end it with 'virsh destroy'; the log is {}",
+                    log.display()
+                );
+                (State::Gone, Some(reason), None)
+            }
             None => (State::Off, None, None),
         },
         Err(error) => (State::Silent, Some(error.to_string()), None),

@@ -57,7 +57,10 @@ fn in_words(state: State) -> &'static str {
         State::Refused => "refused",
         State::Ending => "ending: memory is being given back",
         State::Silent => "the backend does not answer",
-        State::Failed => "failed to start",
+        State::Gone => {
+            "backend gone: it ended unexpectedly, the guest stands still where it needs it"
+        }
+        State::Failed => "failed",
         State::Off => "not running",
     }
 }
