@@ -327,28 +327,35 @@ fn a_main_thread_that_never_waits_is_an_error_in_time() -> Result<()> {
 
 #[test]
 fn a_traced_vmm_names_its_tracer() -> Result<()> {
-    if Command::new("strace")
-        .arg("-V")
-        .stdout(Stdio::null())
-        .status()
-        .is_err()
-    {
-        println!("SKIPPED a_traced_vmm_names_its_tracer: strace is not installed");
-        return Ok(());
-    }
-    let traced = Killed(Command::new("sleep").arg("60").spawn()?);
-    let pid = traced.0.id();
-    let tracer = Killed(
-        Command::new("strace")
-            .args(["-qq", "-o", "/dev/null", "-p", &pid.to_string()])
+    let busy = Killed(
+        Command::new("sh")
+            .args(["-c", "while :; do :; done"])
             .spawn()?,
     );
-    std::thread::sleep(Duration::from_millis(500));
+    let vmm = Vmm::open(busy.0.id() as i32)?;
+    // Another injector, which looks in vain for a moment in a system call.
+    let mut tracer = Command::new(options()?.injector)
+        .arg("inject")
+        .args([vmm.pid.to_string(), vmm.start_time.to_string()])
+        .args(["1", "3000", "false", "device"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let tracer_line = format!("TracerPid:\t{}\n", tracer.id());
+    let deadline = Instant::now() + PATIENCE;
+    while !std::fs::read_to_string(format!("/proc/{}/status", vmm.pid))?.contains(&tracer_line) {
+        ensure!(Instant::now() < deadline, "it is not traced");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let (stream, _other) = std::os::unix::net::UnixStream::pair()?;
-    let vmm = Vmm::open(pid as i32)?;
     let error = take(&vmm, &stream, 1, &options()?).expect_err("it is traced");
     let text = error.to_string();
-    assert!(text.contains(&tracer.0.id().to_string()), "{text}");
+    assert!(
+        text.contains(&format!("process {} ", tracer.id())),
+        "{text}"
+    );
+    drop(busy);
+    tracer.wait()?;
     Ok(())
 }
 
@@ -525,20 +532,20 @@ fn another_process_that_maps_guest_ram_is_named() -> Result<()> {
         std::process::id(),
         blocks[0].memfd.as_raw_fd()
     );
-    // Some program that maps a file it is given and waits.
-    let script = "import mmap,os,sys,time\nf=os.open(sys.argv[1],os.O_RDWR)\n\
-                  m=mmap.mmap(f,4096)\nprint('mapped',flush=True)\ntime.sleep(60)";
-    let started = Command::new("python3")
-        .args(["-c", script, &path])
-        .stdout(Stdio::piped())
-        .spawn();
-    let Ok(child) = started else {
-        println!("SKIPPED another_process_that_maps_guest_ram_is_named: no python3");
-        return Ok(());
-    };
-    let mut other = Killed(child);
-    let mut line = [0; 6];
-    std::io::Read::read_exact(other.0.stdout.as_mut().context("a pipe")?, &mut line)?;
+    let object = format!("memory-backend-file,id=m,size=16M,share=on,mem-path={path}");
+    let other = Killed(
+        Command::new("qemu-system-x86_64")
+            .args(["-machine", "none", "-display", "none", "-nodefaults"])
+            .args(["-object", &object])
+            .stdin(Stdio::null())
+            .spawn()?,
+    );
+    let maps = format!("/proc/{}/maps", other.0.id());
+    let deadline = Instant::now() + PATIENCE;
+    while !std::fs::read_to_string(&maps)?.contains("/memfd:memory-backend-memfd") {
+        ensure!(Instant::now() < deadline, "it maps nothing");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let refusal = guest_ram(&vmm).expect_err("somebody else maps it");
     assert!(matches!(refusal, Refusal::OtherMapper(_)), "{refusal:?}");
     assert!(
