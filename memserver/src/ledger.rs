@@ -20,6 +20,8 @@ use crate::session::Session;
 use crate::slab::{Counts, Slab};
 
 mod admission;
+#[cfg(test)]
+mod model_tests;
 
 pub(crate) use admission::Caller;
 
