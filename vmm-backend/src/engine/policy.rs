@@ -90,6 +90,12 @@ impl TwoQueues {
         self.proven.retain(is_current);
     }
 
+    /// Places in the queues, also of pages that are there no longer.
+    #[cfg(test)]
+    pub(super) fn queued(&self) -> usize {
+        self.fresh.len() + self.proven.len()
+    }
+
     fn in_range(&self, page: u32) -> bool {
         page >= self.first.0 && ((page - self.first.0) as usize) < self.arrivals.len()
     }

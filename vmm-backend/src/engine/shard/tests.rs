@@ -1,1 +1,10 @@
-//! Deterministic tests of one shard against a scripted world.
+//! Deterministic tests of shards against a scripted world: one for each race that the design
+//! names. What may happen at any moment besides is the simulation's (`tests/simulation.rs`).
+
+mod bench;
+mod eviction;
+mod faults;
+mod pins;
+mod removal;
+mod room;
+mod writeback;

@@ -1,0 +1,384 @@
+//! A shard on the bench: a world that does what the test says.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::sync::Arc;
+
+use crate::engine::budget::Budget;
+use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
+use crate::engine::policy::TwoQueues;
+use crate::engine::shard::{Fault, Shard};
+use crate::engine::slots::{SlabRef, SlotPool};
+use crate::engine::staging::{StagingPool, Ticket};
+use crate::engine::stats::Stats;
+use crate::engine::table::{Entry, PageTable, State};
+use crate::engine::tag::TagKey;
+use crate::engine::{
+    Fetch, Install, PAGE_SIZE, PageIndex, PageRun, PinId, PinRefused, Ports, Shared, SharedRef,
+    SlotId, StagedPage, StagingSlot,
+};
+
+pub(super) const READ: Fault = Fault {
+    write: false,
+    protected: false,
+};
+pub(super) const WRITE: Fault = Fault {
+    write: true,
+    protected: false,
+};
+pub(super) const WRITE_PROTECTED: Fault = Fault {
+    write: true,
+    protected: true,
+};
+
+/// A page whose bytes differ from each other.
+pub(super) fn bytes(version: u8) -> Vec<u8> {
+    let mut bytes = vec![version; PAGE_SIZE];
+    bytes[0] = !version;
+    bytes
+}
+
+pub(super) fn run(first: u32, count: u32) -> PageRun {
+    PageRun {
+        first: PageIndex(first),
+        count,
+    }
+}
+
+/// The scripted world of one shard.
+pub(super) struct Script {
+    shared: SharedRef,
+    pub(super) memory: BTreeMap<u32, Vec<u8>>,
+    pub(super) protected: BTreeSet<u32>,
+    pub(super) staging: BTreeMap<u32, Vec<u8>>,
+    /// How many more attempts to install or unprotect end with `Again`.
+    pub(super) agains: u32,
+    pub(super) refuse_punch: bool,
+    pub(super) fetches: Vec<Fetch>,
+    pub(super) runs: Vec<Run>,
+    pub(super) orders: Vec<StagedPage>,
+    pub(super) pins: Vec<(PinId, Result<(), PinRefused>)>,
+    pub(super) woken: Vec<PageRun>,
+    pub(super) alerts: u32,
+}
+
+impl Script {
+    fn install(&mut self, page: PageIndex, bytes: Vec<u8>, protect: bool) -> Install {
+        if self.agains > 0 {
+            self.agains -= 1;
+            return Install::Again;
+        }
+        if self.memory.contains_key(&page.0) {
+            return Install::Exists;
+        }
+        self.memory.insert(page.0, bytes);
+        self.protected.remove(&page.0);
+        if protect {
+            self.protected.insert(page.0);
+        }
+        self.woken.push(PageRun::single(page));
+        Install::Done
+    }
+
+    /// Whether a page's waiters were woken since this was last asked.
+    pub(super) fn has_woken(&mut self, page: u32) -> bool {
+        let woken = std::mem::take(&mut self.woken);
+        woken.iter().any(|run| run.contains(PageIndex(page)))
+    }
+}
+
+impl Ports for Script {
+    fn zero(&mut self, run: PageRun) -> (u32, Install) {
+        for (made, page) in (0..).zip(run.pages()) {
+            let how = self.install(page, vec![0; PAGE_SIZE], false);
+            if how != Install::Done {
+                return (made, how);
+            }
+        }
+        (run.count, Install::Done)
+    }
+
+    fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install {
+        self.install(page, bytes.to_vec(), protect)
+    }
+
+    fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
+        let bytes = self.staging[&slot.0].clone();
+        self.install(page, bytes, false)
+    }
+
+    fn unprotect(&mut self, page: PageIndex) -> Install {
+        assert!(
+            !self.shared.table.load(page).protected,
+            "a page is known as possibly written before it can be"
+        );
+        if self.agains > 0 {
+            self.agains -= 1;
+            return Install::Again;
+        }
+        self.protected.remove(&page.0);
+        self.woken.push(PageRun::single(page));
+        Install::Done
+    }
+
+    fn wake(&mut self, run: PageRun) {
+        self.woken.push(run);
+    }
+
+    fn is_present(&mut self, page: PageIndex) -> bool {
+        self.memory.contains_key(&page.0)
+    }
+
+    fn fetch(&mut self, fetch: Fetch) -> bool {
+        self.fetches.push(fetch);
+        true
+    }
+
+    fn start_run(&mut self, run: Run) {
+        self.runs.push(run);
+    }
+
+    fn write_back(&mut self, page: StagedPage) {
+        self.orders.push(page);
+    }
+
+    fn stage(&mut self, slot: StagingSlot, bytes: &[u8]) {
+        self.staging.insert(slot.0, bytes.to_vec());
+    }
+
+    fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>) {
+        self.pins.push((pin, result));
+    }
+
+    fn alert_shards(&mut self) {
+        self.alerts += 1;
+    }
+
+    fn now_us(&self) -> u64 {
+        0
+    }
+}
+
+impl EvictionPorts for Script {
+    fn protect(&mut self, run: PageRun) -> Result<(), EvictionError> {
+        self.protected.extend(run.pages().map(|page| page.0));
+        Ok(())
+    }
+
+    fn read(&mut self, run: PageRun, tickets: &[Ticket]) -> Result<(), EvictionError> {
+        for (page, ticket) in run.pages().zip(tickets) {
+            let bytes = self.memory.get(&page.0).cloned();
+            let bytes = bytes.unwrap_or_else(|| vec![0; PAGE_SIZE]);
+            self.staging.insert(ticket.slot.0, bytes);
+        }
+        Ok(())
+    }
+
+    fn staged(&self, ticket: Ticket) -> &[u8] {
+        &self.staging[&ticket.slot.0]
+    }
+
+    fn punch(&mut self, run: PageRun) -> Result<(), EvictionError> {
+        if self.refuse_punch {
+            return Err(EvictionError::Refused);
+        }
+        for page in run.pages() {
+            self.memory.remove(&page.0);
+        }
+        Ok(())
+    }
+
+    fn is_present(&mut self, page: PageIndex) -> bool {
+        self.memory.contains_key(&page.0)
+    }
+
+    fn wake(&mut self, run: PageRun) {
+        self.woken.push(run);
+    }
+}
+
+pub(super) const PAGES: u32 = 256;
+pub(super) const SHARD_PAGES: u32 = 128;
+const SLAB: SlabRef = SlabRef { server: 0, slab: 0 };
+
+/// What a guest's shards share: room for `limit` pages, `staging` staging slots, one slab.
+pub(super) fn shared(limit: u64, staging: u32) -> SharedRef {
+    let stats = Stats::new();
+    stats.found(u64::from(PAGES));
+    let slots = SlotPool::new(1);
+    slots.set_connected(0, true);
+    slots.add_slab(SLAB, 64);
+    slots.set_keep_allowance(8);
+    Arc::new(Shared {
+        table: PageTable::in_memory(PAGES),
+        budget: Budget::new(limit),
+        staging: StagingPool::new(staging),
+        slots,
+        key: TagKey::new([3; 32]),
+        stats,
+    })
+}
+
+/// A shard, and what it shares.
+pub(super) struct Bench {
+    pub(super) shard: Shard<Script>,
+    pub(super) shared: SharedRef,
+}
+
+impl Bench {
+    /// A shard of the first pages, with plenty of everything.
+    pub(super) fn new() -> Self {
+        Self::of(0, &shared(100, 32))
+    }
+
+    /// The shard whose first page is `first`.
+    pub(super) fn of(first: u32, shared: &SharedRef) -> Self {
+        let script = Script {
+            shared: Arc::clone(shared),
+            memory: BTreeMap::new(),
+            protected: BTreeSet::new(),
+            staging: BTreeMap::new(),
+            agains: 0,
+            refuse_punch: false,
+            fetches: Vec::new(),
+            runs: Vec::new(),
+            orders: Vec::new(),
+            pins: Vec::new(),
+            woken: Vec::new(),
+            alerts: 0,
+        };
+        let range = run(first, SHARD_PAGES);
+        let policy = Box::new(TwoQueues::new(range));
+        Self {
+            shard: Shard::new(range, Arc::clone(shared), script, policy),
+            shared: Arc::clone(shared),
+        }
+    }
+
+    pub(super) fn world(&mut self) -> &mut Script {
+        self.shard.ports()
+    }
+
+    pub(super) fn entry(&self, page: u32) -> Entry {
+        self.shared.table.load(PageIndex(page))
+    }
+
+    pub(super) fn state(&self, page: u32) -> State {
+        self.entry(page).state
+    }
+
+    pub(super) fn fault(&mut self, page: u32, fault: Fault) {
+        self.shard.on_fault(PageIndex(page), fault);
+        self.shard.pump();
+    }
+
+    /// The guest stores to a page that is there and not protected.
+    pub(super) fn store(&mut self, page: u32, version: u8) {
+        assert!(!self.world().protected.contains(&page), "protected");
+        let held = self.world().memory.insert(page, bytes(version));
+        assert!(held.is_some(), "a store to a hole");
+    }
+
+    /// The guest touches a page for the first time, and stores to it.
+    pub(super) fn touch(&mut self, page: u32, version: u8) {
+        self.fault(page, WRITE);
+        self.store(page, version);
+    }
+
+    /// What the guest would read.
+    pub(super) fn read(&mut self, page: u32) -> Option<Vec<u8>> {
+        self.world().memory.get(&page).cloned()
+    }
+
+    /// Makes the shard hand out a run of all that may go.
+    pub(super) fn hand_out_run(&mut self) -> Run {
+        let limit = self.shared.budget.limit();
+        self.shared.budget.set_limit(0);
+        self.shard.pump();
+        self.shared.budget.set_limit(limit);
+        self.world().runs.pop().expect("a run")
+    }
+
+    /// Takes a run some steps further: protect, read, mark, punch, wake.
+    pub(super) fn advance(&mut self, run: &mut Run, steps: u32) {
+        let shared = Arc::clone(&self.shared);
+        for _ in 0..steps {
+            // A refusal ends the run, which the tests then see by its fates.
+            let _ = run.advance(&shared, self.shard.ports());
+        }
+    }
+
+    pub(super) fn end_run(&mut self, mut run: Run) {
+        self.advance(&mut run, 5);
+        self.shard.on_run_done(&run);
+        self.shard.pump();
+    }
+
+    /// Ends a run, after which the guest discards a page, before the owner hears of either.
+    pub(super) fn end_run_after_discard(&mut self, mut run: Run, page: u32) {
+        self.advance(&mut run, 5);
+        self.punch(page);
+        self.shard.on_run_done(&run);
+        self.shard.pump();
+    }
+
+    pub(super) fn evict_all(&mut self) {
+        let run = self.hand_out_run();
+        self.end_run(run);
+    }
+
+    /// The writer takes the next order.
+    pub(super) fn start_write(&mut self) -> (StagedPage, SlotId) {
+        let staged = self.world().orders.remove(0);
+        assert!(
+            self.shared.staging.start_write(staged.staging),
+            "a stale order"
+        );
+        let slot = self.shared.slots.allocate(1).pop().expect("a slot");
+        (staged, slot)
+    }
+
+    pub(super) fn end_write(&mut self, (staged, slot): (StagedPage, SlotId)) {
+        self.shard.on_written_back(staged, slot);
+        self.shard.pump();
+    }
+
+    /// Puts a page with these bytes on the server.
+    pub(super) fn store_remotely(&mut self, page: u32, version: u8) {
+        self.touch(page, version);
+        self.evict_all();
+        let write = self.start_write();
+        self.end_write(write);
+        assert_eq!(self.state(page), State::Stored);
+        self.world().woken.clear();
+    }
+
+    /// The same where the guest has no staging of its own.
+    pub(super) fn store_remotely_with_staging(&mut self, page: u32, version: u8) {
+        self.shared.staging.set_capacity(1);
+        self.store_remotely(page, version);
+        self.shared.staging.set_capacity(0);
+    }
+
+    /// The server answers the oldest fetch.
+    pub(super) fn answer(&mut self, version: u8) {
+        let fetch = self.world().fetches.remove(0);
+        self.shard
+            .on_fetched(fetch.id, fetch.page, Ok(&bytes(version)));
+        self.shard.pump();
+    }
+
+    /// The guest discards pages; the event comes later.
+    pub(super) fn punch(&mut self, page: u32) {
+        self.world().memory.remove(&page);
+    }
+
+    pub(super) fn remove(&mut self, page: u32) {
+        self.shard.on_removed(run(page, 1));
+        self.shard.pump();
+    }
+
+    /// The one slab's contents are gone.
+    pub(super) fn lose_slab(&mut self) -> HashSet<u32> {
+        self.shared.slots.forget(&[SLAB])
+    }
+}

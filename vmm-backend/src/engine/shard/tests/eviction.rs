@@ -1,0 +1,199 @@
+//! Runs on their way out, and what comes in between.
+
+use super::bench::*;
+use crate::engine::table::State;
+
+#[test]
+fn evict_beside_read_fault_beside_write_loses_no_store() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    let mut run = bench.hand_out_run();
+    bench.advance(&mut run, 2); // protected, read
+    bench.fault(7, WRITE_PROTECTED); // a store waits
+    bench.advance(&mut run, 2); // marked, punched
+    bench.fault(7, READ); // a load waits as well
+    assert_eq!(bench.read(7), None);
+    bench.end_run(run);
+    // The store was stopped by a protection that is no more: all look again.
+    assert!(bench.world().has_woken(7) && !bench.shard.awaits(crate::engine::PageIndex(7)));
+    bench.fault(7, READ);
+    bench.fault(7, WRITE);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    bench.store(7, 2);
+    bench.evict_all();
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(2)));
+}
+
+#[test]
+fn a_load_between_punch_and_end_is_answered_at_the_end() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    let mut run = bench.hand_out_run();
+    bench.advance(&mut run, 4);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), None, "nothing is brought back into a run");
+    bench.end_run(run);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
+fn a_run_never_lifts_its_protection() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    let run = bench.hand_out_run();
+    bench.end_run(run);
+    assert!(bench.world().protected.contains(&7));
+}
+
+#[test]
+fn an_unchanged_page_goes_without_being_written_again() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, WRITE);
+    bench.answer(1);
+    bench.store(7, 2);
+    bench.store(7, 1); // as it was
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Stored);
+    assert_eq!(bench.shared.stats.evicted_clean.get(), 1);
+    assert!(bench.world().orders.is_empty());
+    assert_eq!(bench.shared.slots.kept(), 0);
+}
+
+#[test]
+fn a_changed_page_is_staged_and_its_old_slot_freed() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, WRITE);
+    bench.answer(1);
+    bench.store(7, 2);
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Staged);
+    assert_eq!(bench.shared.slots.usage(0).1, 0);
+    assert_eq!(bench.shared.slots.kept(), 0);
+}
+
+#[test]
+fn an_unchanged_page_is_staged_while_its_server_is_out_of_reach() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(1);
+    bench.shared.slots.set_connected(0, false);
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Staged);
+}
+
+#[test]
+fn a_slab_lost_while_its_clean_page_goes_loses_the_page() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(1);
+    let mut run = bench.hand_out_run();
+    bench.advance(&mut run, 3); // found clean
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    bench.fault(7, READ);
+    bench.end_run(run);
+    assert_eq!((bench.state(7), bench.read(7)), (State::Lost, None));
+    assert_eq!(bench.shard.lost_waiters(), 1);
+    assert_eq!(bench.shared.slots.kept(), 0);
+}
+
+#[test]
+fn a_slab_lost_before_a_run_looks_costs_nothing() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(1);
+    let mut run = bench.hand_out_run();
+    bench.advance(&mut run, 2);
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    bench.end_run(run);
+    assert_eq!(bench.state(7), State::Staged);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
+fn a_resident_page_whose_slab_is_lost_is_dirty() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(1);
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    let entry = bench.entry(7);
+    assert!(entry.state == State::Resident && entry.dirty && entry.slot.is_none());
+    assert_eq!(bench.shared.slots.kept(), 0);
+}
+
+#[test]
+fn a_refused_punch_leaves_the_pages_where_they_are() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    let run = bench.hand_out_run();
+    bench.world().refuse_punch = true;
+    bench.end_run(run);
+    assert_eq!(bench.state(7), State::Resident);
+    assert_eq!(bench.shared.budget.used(), 1);
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    assert_eq!(bench.shared.stats.failed_runs.get(), 1);
+    bench.world().refuse_punch = false;
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Staged);
+}
+
+#[test]
+fn a_refused_punch_that_took_some_pages_goes_by_the_memfd() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.touch(8, 2);
+    let mut run = bench.hand_out_run();
+    bench.advance(&mut run, 3);
+    bench.world().refuse_punch = true;
+    bench.world().memory.remove(&7);
+    bench.end_run(run);
+    assert_eq!(
+        (bench.state(7), bench.state(8)),
+        (State::Staged, State::Resident)
+    );
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
+fn a_page_that_came_back_early_stays_longer() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    bench.fault(7, READ); // a refault out of staging
+    bench.touch(100, 2); // younger, but new
+    bench.shared.staging.set_capacity(1);
+    bench.shared.budget.set_limit(1);
+    bench.shard.pump();
+    let run = bench.world().runs.pop();
+    assert_eq!(run.map(|run| run.pages.first.0), Some(100));
+}
+
+#[test]
+fn a_queue_of_pages_that_come_and_go_does_not_grow() {
+    use crate::engine::PageIndex;
+    use crate::engine::policy::{Arrival, Policy, TwoQueues};
+    let mut policy = TwoQueues::new(run(0, 8));
+    for _ in 0..10_000 {
+        policy.arrived(PageIndex(3), Arrival::New);
+        policy.departed(PageIndex(3));
+    }
+    policy.arrived(PageIndex(4), Arrival::New);
+    let mut looks = 0;
+    let chosen = policy.choose(1, &mut |_| {
+        looks += 1;
+        true
+    });
+    assert_eq!((chosen, looks), (Some(run(4, 1)), 1));
+    assert!(policy.queued() <= 16, "{} queued", policy.queued());
+}

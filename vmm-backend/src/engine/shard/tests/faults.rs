@@ -1,0 +1,256 @@
+//! Faults on pages in each state.
+
+use super::bench::*;
+use crate::engine::shard::FetchFailed;
+use crate::engine::stats::FaultKind;
+use crate::engine::table::State;
+use crate::engine::{Install, Ports};
+
+#[test]
+fn a_page_never_touched_is_zero() {
+    let mut bench = Bench::new();
+    bench.fault(5, READ);
+    assert_eq!(bench.read(5), Some(vec![0; 4096]));
+    assert_eq!(bench.state(5), State::Resident);
+    assert!(bench.entry(5).dirty);
+    assert_eq!(bench.shared.budget.used(), 1);
+}
+
+#[test]
+fn zeros_run_ahead_of_a_guest_that_touches_its_memory_in_order() {
+    let mut bench = Bench::new();
+    let mut faults = 0;
+    for page in 0..40 {
+        if bench.read(page).is_none() {
+            bench.fault(page, WRITE);
+            faults += 1;
+        }
+    }
+    assert!(faults < 10, "{faults} faults for 40 pages in order");
+    let there = bench.world().memory.len() as u64;
+    assert_eq!(bench.shared.budget.used(), there);
+}
+
+#[test]
+fn zeros_ahead_stop_at_a_page_that_is_there() {
+    let mut bench = Bench::new();
+    bench.world().memory.insert(3, bytes(9));
+    for page in 0..3 {
+        bench.fault(page, WRITE);
+    }
+    assert_eq!(bench.read(3), Some(bytes(9)));
+    assert_eq!(bench.state(3), State::Absent, "not ours to count");
+    assert_eq!(bench.shared.budget.used(), 3);
+}
+
+#[test]
+fn a_page_that_exists_already_counts_as_dirty_and_its_waiters_wake() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.world().memory.insert(7, bytes(2));
+    bench.answer(1);
+    assert_eq!(bench.read(7), Some(bytes(2)), "the newer bytes stay");
+    assert!(bench.world().has_woken(7));
+    let entry = bench.entry(7);
+    assert!(entry.state == State::Resident && entry.dirty && entry.slot.is_none());
+    assert_eq!(bench.shared.slots.usage(0).1, 0, "its slot is freed");
+    assert_eq!(bench.shared.slots.kept(), 0);
+}
+
+#[test]
+fn duplicates_are_answered_once() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    for _ in 0..100 {
+        bench.fault(7, READ);
+    }
+    assert_eq!(bench.world().fetches.len(), 1);
+    bench.answer(1);
+    assert_eq!(bench.shared.stats.faults(FaultKind::Remote), 1);
+    assert_eq!(bench.shared.stats.duplicates.get(), 99);
+    // One that was read late finds the page there, and is woken.
+    bench.world().woken.clear();
+    bench.fault(7, READ);
+    assert!(bench.world().has_woken(7));
+}
+
+#[test]
+fn a_page_read_is_protected_and_a_store_is_noted_before_it_can_happen() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(1);
+    assert!(bench.entry(7).protected && bench.world().protected.contains(&7));
+    // The scripted world checks the order at `unprotect`.
+    bench.fault(7, WRITE_PROTECTED);
+    assert!(!bench.entry(7).protected && bench.world().has_woken(7));
+}
+
+#[test]
+fn a_store_that_waits_is_not_answered_with_a_protected_page() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.fault(7, WRITE);
+    bench.answer(1);
+    assert!(!bench.entry(7).protected && !bench.world().protected.contains(&7));
+}
+
+#[test]
+fn what_the_kernel_refuses_for_now_is_tried_again() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.world().agains = 1;
+    bench.answer(1);
+    assert_eq!(
+        bench.shared.budget.used(),
+        1,
+        "room for the next fetch alone"
+    );
+    assert_eq!(bench.state(7), State::Stored);
+    bench.answer(1);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert!(!bench.shard.has_retries());
+}
+
+#[test]
+fn an_unprotecting_that_is_refused_for_now_is_tried_again() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(1);
+    bench.world().woken.clear();
+    bench.world().agains = 2;
+    bench.fault(7, WRITE_PROTECTED);
+    assert!(bench.shard.has_retries() && !bench.world().has_woken(7));
+    bench.shard.pump();
+    bench.shard.pump();
+    assert!(!bench.shard.has_retries() && bench.world().has_woken(7));
+}
+
+#[test]
+fn bytes_that_do_not_match_are_read_once_more_and_then_lost() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(2);
+    assert_eq!(bench.state(7), State::Stored);
+    bench.answer(2);
+    assert_eq!(bench.state(7), State::Lost);
+    assert_eq!(bench.read(7), None, "nothing wrong is given");
+    assert_eq!(bench.shard.lost_waiters(), 1);
+    assert_eq!(bench.shared.budget.used(), 0);
+    assert_eq!(bench.shared.stats.integrity_failures.get(), 1);
+}
+
+#[test]
+fn bytes_wrong_once_on_their_way_do_no_harm() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(2);
+    bench.answer(1);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
+fn a_page_of_another_place_is_not_taken() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.store_remotely(8, 2);
+    bench.fault(7, READ);
+    bench.answer(2);
+    bench.answer(2);
+    assert_eq!(bench.state(7), State::Lost);
+}
+
+#[test]
+fn a_slab_lost_during_a_fetch_loses_the_page() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    assert_eq!(bench.state(7), State::Lost);
+    assert_eq!(bench.shared.budget.used(), 0);
+    // The answer comes late, and changes nothing.
+    bench.answer(1);
+    assert_eq!((bench.state(7), bench.read(7)), (State::Lost, None));
+    assert_eq!(bench.shared.budget.used(), 0);
+}
+
+#[test]
+fn a_server_that_does_not_know_the_slot_loses_the_page() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    let fetch = bench.world().fetches.remove(0);
+    bench
+        .shard
+        .on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
+    assert_eq!(bench.state(7), State::Lost);
+    assert_eq!(bench.shard.lost_waiters(), 1);
+}
+
+#[test]
+fn a_lost_page_that_the_guest_gives_back_is_zero_again() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), None);
+    bench.remove(7);
+    assert_eq!(bench.read(7), Some(vec![0; 4096]));
+    assert_eq!(bench.shard.lost_waiters(), 0);
+}
+
+#[test]
+fn a_page_of_one_word_needs_no_server() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.world().memory.insert(7, vec![0xab; 4096]);
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Filled);
+    assert!(bench.world().orders.is_empty());
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(vec![0xab; 4096]));
+}
+
+#[test]
+fn a_range_mapped_anew_is_not_clean_by_its_old_protection() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(1);
+    bench.shard.freeze(run(0, 16));
+    bench.world().protected.clear();
+    bench.store(7, 2);
+    bench.shard.thaw();
+    bench.evict_all();
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(2)));
+}
+
+#[test]
+fn a_frozen_range_is_not_evicted() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.touch(70, 1);
+    bench.shard.freeze(run(0, 16));
+    let run = bench.hand_out_run();
+    assert!(!run.pages.contains(crate::engine::PageIndex(7)));
+    bench.end_run(run);
+    assert_eq!(bench.state(7), State::Resident);
+}
+
+#[test]
+fn the_scripted_world_reports_what_exists() {
+    let mut bench = Bench::new();
+    bench.world().memory.insert(1, bytes(1));
+    let (made, how) = bench.world().zero(run(0, 3));
+    assert_eq!((made, how), (1, Install::Exists));
+}

@@ -1,0 +1,171 @@
+//! Write-back, and pages taken back meanwhile.
+
+use super::bench::*;
+use crate::engine::PageIndex;
+use crate::engine::table::State;
+
+#[test]
+fn a_page_in_staging_comes_back_without_a_server() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    let staged = bench.world().orders.remove(0);
+    assert!(!bench.shared.staging.start_write(staged.staging), "stale");
+}
+
+#[test]
+fn a_page_taken_back_while_it_is_written_keeps_the_copy() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    let write = bench.start_write();
+    bench.fault(7, READ);
+    assert_eq!(bench.shared.staging.in_use(), 1, "still being written");
+    bench.end_write(write);
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    assert!(!bench.entry(7).dirty && bench.entry(7).slot.is_some());
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Stored);
+    assert!(bench.world().orders.is_empty(), "not written twice");
+}
+
+#[test]
+fn a_page_changed_since_it_was_taken_back_is_written_again() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    let write = bench.start_write();
+    bench.fault(7, WRITE);
+    bench.world().protected.clear();
+    bench.store(7, 2);
+    bench.end_write(write);
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Staged);
+    assert_eq!(bench.shared.slots.usage(0).1, 0, "the old copy is freed");
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(2)));
+}
+
+#[test]
+fn a_write_back_of_an_older_generation_frees_its_slot() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    let old = bench.start_write();
+    bench.fault(7, WRITE);
+    bench.world().protected.clear();
+    bench.store(7, 2);
+    bench.evict_all();
+    let new = bench.start_write();
+    bench.end_write(old);
+    assert_eq!(bench.state(7), State::Staged);
+    assert_eq!(bench.shared.slots.usage(0).1, 1);
+    bench.end_write(new);
+    bench.fault(7, READ);
+    bench.answer(2);
+    assert_eq!(bench.read(7), Some(bytes(2)));
+}
+
+#[test]
+fn a_page_given_back_and_zero_again_does_not_take_an_old_copy_for_its_own() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    let write = bench.start_write();
+    bench.remove(7);
+    bench.touch(7, 2);
+    bench.end_write(write);
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Staged);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(2)));
+}
+
+#[test]
+fn a_write_back_to_a_slab_lost_meanwhile_is_done_again() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    let write = bench.start_write();
+    let lost = bench.lose_slab();
+    bench.end_write(write);
+    bench.shard.on_groups_lost(&lost);
+    assert_eq!(bench.state(7), State::Staged);
+    assert_eq!(bench.world().orders.len(), 1);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
+fn an_abandoned_write_is_ordered_again_unless_it_is_stale() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    let (staged, slot) = bench.start_write();
+    bench.shared.slots.free(slot);
+    bench.shard.on_write_abandoned(staged);
+    let (staged, slot) = bench.start_write();
+    bench.shared.slots.free(slot);
+    bench.fault(7, READ);
+    bench.shard.on_write_abandoned(staged);
+    assert!(bench.world().orders.is_empty());
+    assert_eq!(bench.shared.staging.in_use(), 0);
+}
+
+#[test]
+fn pages_move_out_of_a_slab_that_is_wanted_back() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    let slab = bench
+        .shared
+        .slots
+        .place(bench.entry(7).slot.expect("stored"));
+    let slab = slab.expect("its slab").slab;
+    let group = bench.shared.slots.vacate(slab).expect("not empty");
+    bench.shard.on_vacate(group);
+    bench.shard.pump();
+    bench.answer(1);
+    assert_eq!(bench.state(7), State::Staged);
+    assert_eq!(bench.shared.slots.drain_releasable(), [slab]);
+    assert_eq!(bench.shared.budget.used(), 0);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
+fn a_page_written_into_a_slab_wanted_back_meanwhile_moves_too() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    bench.evict_all();
+    let write = bench.start_write();
+    let slab = bench.shared.slots.place(write.1).expect("its slab").slab;
+    let group = bench.shared.slots.vacate(slab).expect("not empty");
+    bench.shard.on_vacate(group);
+    bench.end_write(write);
+    assert_eq!(bench.shard.moves(), 1);
+    bench.answer(1);
+    assert_eq!(bench.shared.slots.drain_releasable(), [slab]);
+}
+
+#[test]
+fn a_fault_on_a_page_that_moves_brings_it_home() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    let slab = bench
+        .shared
+        .slots
+        .place(bench.entry(7).slot.expect("stored"));
+    let slab = slab.expect("its slab").slab;
+    let group = bench.shared.slots.vacate(slab).expect("not empty");
+    bench.shard.on_vacate(group);
+    bench.shard.pump();
+    bench.fault(7, WRITE);
+    bench.answer(1);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    assert_eq!(bench.shard.moves(), 0);
+    assert!(!bench.shard.awaits(PageIndex(7)));
+}
