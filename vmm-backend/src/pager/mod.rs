@@ -11,6 +11,7 @@ mod inbox;
 mod keeping;
 mod limits;
 mod pin;
+mod ready;
 mod report;
 mod shard_thread;
 mod state_dir;

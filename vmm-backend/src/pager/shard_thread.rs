@@ -13,11 +13,11 @@ use std::time::Instant;
 
 use crossbeam_channel::Sender;
 use rustix::event::Timespec;
-use rustix::event::{PollFd, PollFlags};
 
 use super::demand::DemandReads;
 use super::guest_ram::{GuestRam, intersect};
 use super::inbox::{Inbox, Messages};
+use super::ready::wait_ready;
 use super::state_dir::StagingArea;
 use super::uffd::{Event, Events, FaultKind, ReadWrite, Uffd};
 use super::writer::WriterEvent;
@@ -30,8 +30,11 @@ use crate::engine::{
 };
 use crate::remote::DataConn;
 
-/// Nanoseconds until what could not be done is tried again.
-const RETRY_NS: i64 = 100_000;
+/// Until what could not be done is tried again.
+const RETRY: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 100_000,
+};
 
 /// What a shard's thread is told.
 pub(super) enum ShardEvent {
@@ -219,35 +222,13 @@ impl ShardThread {
 
     /// Waits until something is to be done; returns the servers whose connections are ready.
     fn wait(&mut self) -> io::Result<Vec<ServerIndex>> {
-        let retry = self.shard.has_retries();
+        let retry = self.shard.has_retries().then_some(&RETRY);
         let ports = self.shard.ports();
-        let mut fds = vec![
-            PollFd::from_borrowed_fd(ports.uffd.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(self.messages.as_fd(), PollFlags::IN),
-        ];
-        let mut servers = Vec::with_capacity(2);
-        for (server, conn) in ports.demand.lines() {
-            let flags = if conn.wants_write() {
-                PollFlags::IN | PollFlags::OUT
-            } else {
-                PollFlags::IN
-            };
-            fds.push(PollFd::from_borrowed_fd(conn.as_fd(), flags));
-            servers.push(server);
-        }
-        let timeout = Timespec {
-            tv_sec: 0,
-            tv_nsec: RETRY_NS,
-        };
-        match rustix::event::poll(&mut fds, retry.then_some(&timeout)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-        let ready = fds[2..]
-            .iter()
-            .zip(servers)
-            .filter(|(fd, _)| !fd.revents().is_empty());
-        Ok(ready.map(|(_, server)| server).collect())
+        wait_ready(
+            &[ports.uffd.as_fd(), self.messages.as_fd()],
+            ports.demand.lines(),
+            retry,
+        )
     }
 
     fn read_uffd(&mut self, events: &mut Events) {

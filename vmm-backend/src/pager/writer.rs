@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 use outram_wire::server::SlabId;
 use rustix::event::Timespec;
-use rustix::event::{PollFd, PollFlags};
 
 use super::inbox::{Inbox, Messages};
+use super::ready::wait_ready;
 use super::shard_thread::ShardEvent;
 use super::state_dir::StagingArea;
 use crate::engine::slots::{Place, ServerIndex, SlabRef};
@@ -158,31 +158,10 @@ impl Writer {
         }
     }
 
-    fn wait(&mut self) -> io::Result<Vec<ServerIndex>> {
-        let mut fds = vec![PollFd::from_borrowed_fd(
-            self.messages.as_fd(),
-            PollFlags::IN,
-        )];
-        let mut servers = Vec::with_capacity(self.conns.len());
-        for (server, conn) in self.conns.iter().enumerate() {
-            let Some(conn) = conn else { continue };
-            let flags = if conn.wants_write() {
-                PollFlags::IN | PollFlags::OUT
-            } else {
-                PollFlags::IN
-            };
-            fds.push(PollFd::from_borrowed_fd(conn.as_fd(), flags));
-            servers.push(server);
-        }
-        match rustix::event::poll(&mut fds, Some(&IDLE)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-        let ready = fds[1..]
-            .iter()
-            .zip(servers)
-            .filter(|(fd, _)| !fd.revents().is_empty());
-        Ok(ready.map(|(_, server)| server).collect())
+    fn wait(&self) -> io::Result<Vec<ServerIndex>> {
+        let conns = self.conns.iter().enumerate();
+        let conns = conns.filter_map(|(server, conn)| Some((server, conn.as_ref()?)));
+        wait_ready(&[self.messages.as_fd()], conns, Some(&IDLE))
     }
 
     fn handle(&mut self, event: WriterEvent) {
