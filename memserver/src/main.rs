@@ -50,6 +50,7 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
     let config = Config::gather(flags.clone())?;
     let memory = config.memory_bytes;
     raise_descriptor_limit();
+    warn_beyond_ram(memory);
     // Before any thread is there, so that none of them misses a signal's handler.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("signals")?;
     let server = Server::start(config)?;
@@ -89,5 +90,46 @@ fn raise_descriptor_limit() {
         .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
     if let Err(error) = raised {
         tracing::warn!(%error, "the limit of open files stays as it is");
+    }
+}
+
+/// What is lent beyond the machine's RAM is swapped, or ends the server when memory runs out.
+fn warn_beyond_ram(memory_bytes: u64) {
+    let Some(ram_bytes) = std::fs::read_to_string("/proc/meminfo")
+        .ok()
+        .and_then(|text| ram_bytes(&text))
+    else {
+        return;
+    };
+    if memory_bytes > ram_bytes {
+        let (memory, ram) = (format_size(memory_bytes), format_size(ram_bytes));
+        tracing::warn!(%memory, %ram, "more is lent than this machine has: lower --memory");
+    }
+}
+
+fn ram_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_is_read_as_the_kernel_writes_it() {
+        let text = "MemTotal:       16374620 kB\nMemFree:         1 kB\n";
+        assert_eq!(ram_bytes(text), Some(16_374_620 * 1024));
+        assert_eq!(ram_bytes("MemFree: 1 kB\n"), None);
+        assert_eq!(ram_bytes("MemTotal: many kB\n"), None);
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
     }
 }
