@@ -118,16 +118,19 @@ impl Policy for TwoQueues {
     }
 
     fn choose(&mut self, most: u32, may_go: &mut dyn FnMut(PageIndex) -> bool) -> Option<PageRun> {
-        // Pages that may not go now (pinned) queue up again; each is looked at once a call.
-        let mut looks = self.fresh.len() + self.proven.len();
-        let (victim, oldest) = loop {
-            looks = looks.checked_sub(1)?;
-            let (page, arrival) = self.pop_oldest()?;
-            if may_go(page) {
-                break (page, arrival);
+        // Pages that may not go now (pinned) are set aside, so that none of them hides one that
+        // may, and queue up again.
+        let mut set_aside = Vec::new();
+        let found = loop {
+            match self.pop_oldest() {
+                Some((page, _)) if !may_go(page) => set_aside.push(page),
+                found => break found,
             }
-            self.arrived(page, Arrival::New);
         };
+        for page in set_aside {
+            self.arrived(page, Arrival::New);
+        }
+        let (victim, oldest) = found?;
         let (mut first, mut end) = (victim.0, victim.0 + 1);
         while end - first < most
             && self.in_range(end)
