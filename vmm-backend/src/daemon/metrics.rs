@@ -350,3 +350,104 @@ impl Collector for Snapshot {
         self.encode_latency(&mut encoder)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use outram_wire::control::{Counters, ServerStatus};
+    use outram_wire::units::{Limit, VmId};
+
+    use super::*;
+
+    fn status() -> Status {
+        let server = ServerStatus {
+            address: "mem1:7741".to_owned(),
+            connected: true,
+            detail: None,
+            slabs: 3,
+            reserved_bytes: 1 << 30,
+            stored_bytes: 4096,
+        };
+        Status {
+            vm: VmId(Default::default()),
+            name: "web1".to_owned(),
+            backend_version: "0".to_owned(),
+            backend_pid: 1,
+            qemu_pid: None,
+            phase: Phase::Serving,
+            detail: None,
+            handover: None,
+            ram_bytes: 1 << 30,
+            limit: Limit::LocalBytes(1 << 29),
+            limit_bytes: 1 << 29,
+            resident_bytes: 8192,
+            staged_bytes: 0,
+            stored_bytes: 4096,
+            filled_bytes: 0,
+            lost_bytes: 0,
+            waiting_faults: 2,
+            kernel_memfd_bytes: 8192,
+            kernel_staging_bytes: 0,
+            kernel_table_bytes: 0,
+            kernel_anon_bytes: 0,
+            fixed_anon_bytes: 0,
+            headroom_bytes: 0,
+            counters: Counters {
+                faults_remote: 7,
+                ..Counters::default()
+            },
+            latency: Default::default(),
+            servers: vec![server],
+        }
+    }
+
+    #[test]
+    fn metrics_have_these_names() {
+        let stats = Stats::new();
+        stats.note_fault(FaultKind::Remote, 42);
+        let latencies = FaultKind::ALL
+            .map(|kind| Buckets::of(&stats, kind))
+            .to_vec();
+        let mut registry = Registry::with_prefix("outram");
+        registry.register_collector(Box::new(Snapshot {
+            status: status(),
+            latencies,
+        }));
+        let mut page = String::new();
+        encode(&mut page, &registry).expect("a string takes everything");
+        let types: Vec<&str> = page
+            .lines()
+            .filter_map(|line| line.strip_prefix("# TYPE "))
+            .collect();
+        assert_eq!(
+            types,
+            [
+                "outram_memory_bytes gauge",
+                "outram_size_bytes gauge",
+                "outram_kernel_bytes gauge",
+                "outram_phase gauge",
+                "outram_waiting_faults gauge",
+                "outram_faults counter",
+                "outram_evicted_pages counter",
+                "outram_wire_bytes counter",
+                "outram_stalls counter",
+                "outram_refaults counter",
+                "outram_writeback_pages counter",
+                "outram_removed_pages counter",
+                "outram_integrity_failures counter",
+                "outram_stray_device_accesses counter",
+                "outram_server_connected gauge",
+                "outram_server_stored_bytes gauge",
+                "outram_server_slabs gauge",
+                "outram_fault_latency_seconds histogram",
+            ]
+        );
+        for line in [
+            "outram_faults_total{outcome=\"remote\"} 7",
+            "outram_server_connected{server=\"mem1:7741\"} 1.0",
+            "outram_fault_latency_seconds_bucket{le=\"0.00005\",outcome=\"remote\"} 1",
+            "outram_fault_latency_seconds_count{outcome=\"remote\"} 1",
+        ] {
+            assert!(page.contains(line), "{line} is not in:\n{page}");
+        }
+    }
+}
