@@ -179,13 +179,14 @@ pub fn release(xml: &[u8], paths: &Paths) -> Option<String> {
     let vm = domain.vm_id().ok()?;
     let run_dir = paths.run.join(vm.to_string());
     let control = BackendControl::of(&run_dir);
-    if let Ok(status) = control.status()
-        && matches!(status.phase, Phase::Waiting | Phase::Refused)
-    {
+    match control.status() {
         // Should it refuse or be gone, the next start deals with what is left.
-        let _ = control.stop();
+        Ok(status) if matches!(status.phase, Phase::Waiting | Phase::Refused) => {
+            let _ = control.stop();
+        }
+        Ok(_) => {}
+        Err(_) => launch::clear_abandoned(&run_dir),
     }
-    launch::clear_abandoned(&run_dir);
     let reason = launch::reason(&run_dir);
     if reason.is_none() {
         // The name is of use only with something to be told of it.

@@ -28,6 +28,9 @@ pub const READY_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long an earlier backend may take to end, giving its slabs back.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a backend that ends may take between closing its sockets and removing them.
+const END_MOMENT: Duration = Duration::from_millis(200);
+
 /// How often we look whether something has changed.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -136,6 +139,14 @@ pub enum LaunchError {
     },
 }
 
+/// systemd replaces `$NAME` in a unit's command line by variables, and `$$` by a dollar sign.
+fn without_variables(argument: OsString) -> OsString {
+    match argument.to_str() {
+        Some(text) => text.replace('$', "$$").into(),
+        None => argument,
+    }
+}
+
 /// What was started, and can be watched and ended.
 enum Started {
     Child(Child),
@@ -230,28 +241,37 @@ impl Launch {
         Ok(Started::Child(child))
     }
 
+    /// Arguments of systemd-run for a transient unit that runs the backend. It outlives libvirtd,
+    /// and at shutdown the guests, which libvirt-guests.service ends or saves first.
+    fn unit_arguments(&self, unit: &str, log: &Path) -> Vec<OsString> {
+        let mut arguments: Vec<OsString> = [
+            "--quiet",
+            "--collect",
+            "--slice=outram.slice",
+            "--property=Type=exec",
+            "--property=OOMScoreAdjust=-1000",
+            "--property=LimitMEMLOCK=infinity",
+            "--property=KillMode=process",
+            "--property=Before=libvirt-guests.service",
+        ]
+        .map(OsString::from)
+        .to_vec();
+        arguments.push(format!("--unit={unit}").into());
+        arguments.push(format!("--description=Outram backend of {}", self.name).into());
+        for output in ["StandardOutput", "StandardError"] {
+            arguments.push(format!("--property={output}=append:{}", log.display()).into());
+        }
+        arguments.extend(["--".into(), self.backend.clone().into()]);
+        arguments.extend(self.arguments().into_iter().map(without_variables));
+        arguments
+    }
+
     fn start_unit(&self, run_dir: &Path) -> Result<Started, LaunchError> {
         drop(self.open_log(run_dir)?);
         let log = run_dir.join(LOG_FILE);
         let unit = format!("outram-{}.service", self.vm);
         let output = Command::new("systemd-run")
-            .args(["--quiet", "--collect", "--slice=outram.slice"])
-            .arg(format!("--unit={unit}"))
-            .arg(format!("--description=Outram backend of {}", self.name))
-            .args(["--property=Type=exec", "--property=OOMScoreAdjust=-1000"])
-            .args([
-                "--property=LimitMEMLOCK=infinity",
-                "--property=KillMode=process",
-            ])
-            .arg("--property=Before=libvirt-guests.service")
-            .arg(format!(
-                "--property=StandardOutput=append:{}",
-                log.display()
-            ))
-            .arg(format!("--property=StandardError=append:{}", log.display()))
-            .arg("--")
-            .arg(&self.backend)
-            .args(self.arguments())
+            .args(self.unit_arguments(&unit, &log))
             .stdin(Stdio::null())
             .output()
             .map_err(|source| LaunchError::Spawn {
@@ -355,13 +375,18 @@ pub fn reason(run_dir: &Path) -> Option<String> {
     (!text.is_empty()).then(|| text.to_owned())
 }
 
-/// Whether a backend ended without removing its sockets: it was killed, or crashed.
+/// Whether a backend ended without removing its sockets: it was killed, or crashed. One that is
+/// just about to remove them is given a moment.
 pub fn is_abandoned(run_dir: &Path) -> bool {
-    run_dir.join("control.sock").exists()
-        && matches!(
-            BackendControl::of(run_dir).status(),
-            Err(ControlError::NotRunning(_))
-        )
+    let control = BackendControl::of(run_dir);
+    let dead_socket = || {
+        matches!(control.status(), Err(ControlError::NotRunning(_)))
+            && run_dir.join("control.sock").exists()
+    };
+    dead_socket() && {
+        sleep(END_MOMENT);
+        dead_socket()
+    }
 }
 
 /// Clears up after a backend that was killed, once its guest has ended too: its state's tmpfs
@@ -458,5 +483,57 @@ fn file_error(what: &'static str, path: &Path, source: io::Error) -> LaunchError
         what,
         path: path.to_owned(),
         source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use outram_wire::units::LocalRatio;
+
+    #[test]
+    fn a_unit_is_started_with_these_arguments() {
+        let launch = Launch {
+            backend: "/usr/bin/outram-backend".into(),
+            run: "/run/outram".into(),
+            vm: VmId(uuid::Uuid::from_u128(7)),
+            name: "100% $mine".to_owned(),
+            ram_bytes: 1 << 30,
+            settings: MemorySettings {
+                limit: Limit::LocalRatio(LocalRatio::new(0.5).expect("a ratio")),
+                servers: Vec::new(),
+                added: Vec::new(),
+            },
+            socket_user: SocketUser {
+                user: "libvirt-qemu".to_owned(),
+                group: "kvm".to_owned(),
+            },
+            systemd: true,
+            config: Some("/etc/other.toml".into()),
+        };
+        let arguments = launch.unit_arguments("outram-x.service", Path::new("/run/outram/x/log"));
+        let text: Vec<String> = arguments
+            .iter()
+            .map(|argument| argument.to_string_lossy().into_owned())
+            .collect();
+        assert_eq!(
+            text[8..],
+            [
+                "--unit=outram-x.service",
+                "--description=Outram backend of 100% $mine",
+                "--property=StandardOutput=append:/run/outram/x/log",
+                "--property=StandardError=append:/run/outram/x/log",
+                "--",
+                "/usr/bin/outram-backend",
+                "run",
+                "--uuid=00000000-0000-0000-0000-000000000007",
+                "--name=100% $$mine",
+                "--ram=1073741824",
+                "--local-ratio=0.5",
+                "--run-dir=/run/outram",
+                "--socket-user=libvirt-qemu:kvm",
+                "--config=/etc/other.toml",
+            ]
+        );
     }
 }
