@@ -40,22 +40,41 @@ pub enum Side {
     Outside(u8),
 }
 
-/// Why no sandbox can be made here; `None` where it can.
+/// A program and the package that has it.
+type Tool = (&'static str, &'static str);
+
+/// What a sandbox itself needs.
+const TOOLS: [Tool; 3] = [
+    ("unshare", "util-linux"),
+    ("setpriv", "util-linux"),
+    ("ip", "iproute2"),
+];
+
+/// What a private libvirt needs besides.
+const LIBVIRT: [Tool; 4] = [
+    ("libvirtd", "libvirt-daemon"),
+    ("virtlogd", "libvirt-daemon"),
+    ("virsh", "libvirt-clients"),
+    ("qemu-system-x86_64", "qemu-system-x86"),
+];
+
+/// Why no sandbox with libvirt can be made here; `None` where it can.
 pub fn obstacle() -> Option<String> {
+    obstacle_with(&LIBVIRT)
+}
+
+/// Why no sandbox can be made here for tests that need no libvirt; `None` where it can.
+pub fn obstacle_without_libvirt() -> Option<String> {
+    obstacle_with(&[])
+}
+
+fn obstacle_with(more: &[Tool]) -> Option<String> {
     if !nix::unistd::Uid::effective().is_root() {
         return Some("root is needed for namespaces, libvirtd and userfaultfd".to_owned());
     }
-    let tools = [
-        ("unshare", "util-linux"),
-        ("setpriv", "util-linux"),
-        ("ip", "iproute2"),
-        ("libvirtd", "libvirt-daemon"),
-        ("virtlogd", "libvirt-daemon"),
-        ("virsh", "libvirt-clients"),
-        ("qemu-system-x86_64", "qemu-system-x86"),
-    ];
-    let missing: Vec<String> = tools
+    let missing: Vec<String> = TOOLS
         .iter()
+        .chain(more)
         .filter(|(tool, _)| find_program(tool).is_none())
         .map(|(tool, package)| format!("{tool} (package {package})"))
         .collect();

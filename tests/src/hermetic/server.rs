@@ -1,8 +1,9 @@
-//! A memory server process on the private host.
+//! A memory server process, on the private host or wherever a test says.
 
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -13,11 +14,34 @@ use nix::unistd::Pid;
 use super::command::wait_for;
 use super::host::{Host, PKI};
 
+/// Log of servers on the private host.
+const LOG: &str = "/var/log/libvirt/memserver.out";
+
+/// How a memory server is started.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The program.
+    pub program: PathBuf,
+    /// Where it listens.
+    pub address: String,
+    /// Where it answers scrapers.
+    pub metrics: String,
+    /// Folder of `ca.pem`, `memserver.pem` and `memserver.key`.
+    pub pki: PathBuf,
+    /// Where its log goes.
+    pub log: PathBuf,
+    /// Bytes of its slabs.
+    pub slab_bytes: u64,
+    /// Further arguments.
+    pub arguments: Vec<String>,
+}
+
 /// A running `outram-memserver`; killed when dropped.
 #[derive(Debug)]
 pub struct MemServer {
-    program: String,
+    program: PathBuf,
     arguments: Vec<String>,
+    log: PathBuf,
     child: Child,
     /// Where it listens.
     pub address: String,
@@ -28,35 +52,40 @@ pub struct MemServer {
 impl MemServer {
     /// Starts one that lends at most `memory`, in slabs of `slab_mib`.
     pub fn start(host: &Host, memory: &str, slab_mib: u64) -> Result<Self> {
-        let address = format!("127.0.0.1:{}", host.port());
-        let metrics = format!("127.0.0.1:{}", host.port());
-        let mut arguments: Vec<String> = [
-            "--listen",
-            &address,
-            "--memory",
-            memory,
-            "--metrics",
-            &metrics,
-        ]
-        .map(str::to_owned)
-        .to_vec();
-        for (flag, file) in [
-            ("--tls-ca", "ca.pem"),
-            ("--tls-cert", "memserver.pem"),
-            ("--tls-key", "memserver.key"),
-        ] {
-            arguments.extend([flag.to_owned(), format!("{PKI}/{file}")]);
-        }
-        arguments.extend(["--slab-size".to_owned(), format!("{slab_mib}MiB")]);
-        let program = host.program("outram-memserver")?;
-        let child = spawn(&program, &arguments)?;
-        let mut server = Self {
-            program,
-            arguments,
-            child,
-            address,
-            metrics,
+        Self::launch(Launch {
+            program: host.program("outram-memserver")?.into(),
+            address: format!("127.0.0.1:{}", host.port()),
+            metrics: format!("127.0.0.1:{}", host.port()),
+            pki: PKI.into(),
+            log: LOG.into(),
             slab_bytes: slab_mib << 20,
+            arguments: vec!["--memory".to_owned(), memory.to_owned()],
+        })
+    }
+
+    /// Starts one.
+    pub fn launch(launch: Launch) -> Result<Self> {
+        let mut arguments = launch.arguments;
+        let pki = |file: &str| launch.pki.join(file).display().to_string();
+        for (flag, value) in [
+            ("--listen", launch.address.clone()),
+            ("--metrics", launch.metrics.clone()),
+            ("--tls-ca", pki("ca.pem")),
+            ("--tls-cert", pki("memserver.pem")),
+            ("--tls-key", pki("memserver.key")),
+            ("--slab-size", launch.slab_bytes.to_string()),
+        ] {
+            arguments.extend([flag.to_owned(), value]);
+        }
+        let child = spawn(&launch.program, &arguments, &launch.log)?;
+        let mut server = Self {
+            program: launch.program,
+            arguments,
+            log: launch.log,
+            child,
+            address: launch.address,
+            metrics: launch.metrics,
+            slab_bytes: launch.slab_bytes,
         };
         server.wait_ready()?;
         Ok(server)
@@ -82,7 +111,7 @@ impl MemServer {
 
     /// Starts it again, empty, at the same address.
     pub fn start_again(&mut self) -> Result<()> {
-        self.child = spawn(&self.program, &self.arguments)?;
+        self.child = spawn(&self.program, &self.arguments, &self.log)?;
         self.wait_ready()
     }
 
@@ -131,14 +160,15 @@ impl MemServer {
     }
 
     fn wait_ready(&mut self) -> Result<()> {
-        let (child, address) = (&mut self.child, &self.address);
+        let (child, address, log) = (&mut self.child, &self.address, &self.log);
         wait_for(
             "the memory server to listen",
             Duration::from_secs(20),
             || {
                 if let Some(status) = child.try_wait()? {
                     bail!(
-                        "the memory server ended with {status}; see /var/log/libvirt/memserver.out"
+                        "the memory server ended with {status}; see {}",
+                        log.display()
                     );
                 }
                 Ok(TcpStream::connect(address).ok().map(drop))
@@ -155,18 +185,19 @@ impl Drop for MemServer {
     }
 }
 
-fn spawn(program: &str, arguments: &[String]) -> Result<Child> {
+fn spawn(program: &Path, arguments: &[String], log: &Path) -> Result<Child> {
     let log = File::options()
         .create(true)
         .append(true)
-        .open("/var/log/libvirt/memserver.out")?;
+        .open(log)
+        .with_context(|| log.display().to_string())?;
     Command::new(program)
         .args(arguments)
         .stdin(Stdio::null())
         .stdout(log.try_clone()?)
         .stderr(log)
         .spawn()
-        .with_context(|| format!("{program} could not be run"))
+        .with_context(|| format!("{} could not be run", program.display()))
 }
 
 /// Adds up a metric's samples over all labels; `None` where there is none.

@@ -9,6 +9,10 @@
 //! | `work` | `page` `pages` `seconds` `write_share` `seed` | verifies and rewrites at random |
 //! | `touch` | `page` `pages` `write` | accesses one word of each page |
 //! | `discard` | `page` `pages` | gives pages back as a balloon does; they read as zeros then |
+//! | `race` | `page` `pages` `writers` `readers` `discarders` `droppers` `rounds` | all on the same pages: `stale` `vanished` |
+//! | `pipe` | `page` `pages` | each page out through a pipe and back, by the kernel |
+//! | `write-file` | `page` `pages` | the next version, into the memfd past the mapping |
+//! | `present` | `page` `pages` | how many are in the memfd |
 //! | `peek` | `address` `length` | `bytes` in hexadecimal |
 //! | `poke` | `address` `bytes` | stores them |
 //! | `request` | `queue` `type` `sector` `bytes` `page` `wait_ms` | `status` `used` `data` |
@@ -16,12 +20,13 @@
 //! | `overrun` | `queue` `by` | offers more than there is; whether it was reported `broken` |
 //!
 //! By the main thread: `connect`, `disconnect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-stop`
-//! (`queue`), `plug` (`bytes`), `info`, `exit`, `abort`.
+//! (`queue`), `plug` (`bytes`), `bombard` (`count`: signals to every vCPU), `info`, `exit`, `abort`.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, mpsc};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -31,7 +36,9 @@ use super::arguments::Arguments;
 use super::disk::{Descriptor, Request, Rings, SharedRings, hex, unhex};
 use super::front_end::FrontEnd;
 use super::pattern::{Stretch, Versions};
+use super::race::{Players, Race};
 use super::ram::Ram;
+use super::signals;
 
 /// What main thread and vCPUs share.
 #[derive(Default)]
@@ -48,7 +55,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         board.ram.plug(block.size)?;
     }
     board.versions.grow(board.ram.pages());
-    let vcpus: Vec<_> = (0..arguments.vcpus)
+    signals::catch()?;
+    let vcpus: Vec<Vcpu> = (0..arguments.vcpus)
         .map(|index| start_vcpu(index, Arc::clone(&board)))
         .collect::<Result<_>>()?;
     let mut front_end = None;
@@ -74,6 +82,12 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         match command["do"].as_str() {
             Some("exit") => return Ok(ExitCode::SUCCESS),
             Some("abort") => std::process::abort(),
+            Some("bombard") => {
+                let threads = vcpus.iter().map(|vcpu| &vcpu.thread);
+                let result =
+                    number(&command, "count").and_then(|count| signals::bombard(threads, count));
+                tell(&command, result);
+            }
             Some(
                 action @ ("connect" | "disconnect" | "disk-start" | "disk-stop" | "plug" | "info"),
             ) => {
@@ -86,7 +100,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
                 let sent = vcpus
                     .get(index)
                     .with_context(|| format!("there is no vCPU {index}"))
-                    .and_then(|vcpu| Ok(vcpu.send(command.clone())?));
+                    .and_then(|vcpu| Ok(vcpu.commands.send(command.clone())?));
                 if let Err(error) = sent {
                     tell(&command, Err(error));
                 }
@@ -112,9 +126,15 @@ fn tell(command: &Value, result: Result<Value>) {
     let _ = writeln!(stdout, "{answer}").and_then(|()| stdout.flush());
 }
 
-fn start_vcpu(index: usize, board: Arc<Board>) -> Result<mpsc::Sender<Value>> {
+/// A vCPU: its thread, and where its commands go.
+struct Vcpu {
+    commands: mpsc::Sender<Value>,
+    thread: JoinHandle<()>,
+}
+
+fn start_vcpu(index: usize, board: Arc<Board>) -> Result<Vcpu> {
     let (sender, commands) = mpsc::channel::<Value>();
-    std::thread::Builder::new()
+    let thread = std::thread::Builder::new()
         .name(format!("CPU {index}/SMALL"))
         .spawn(move || {
             for command in commands {
@@ -122,7 +142,10 @@ fn start_vcpu(index: usize, board: Arc<Board>) -> Result<mpsc::Sender<Value>> {
                 tell(&command, result);
             }
         })?;
-    Ok(sender)
+    Ok(Vcpu {
+        commands: sender,
+        thread,
+    })
 }
 
 fn number(command: &Value, key: &str) -> Result<u64> {
@@ -218,6 +241,20 @@ fn use_stretch(action: &str, command: &Value, board: &Board) -> Result<Value> {
             command["write_share"].as_f64().unwrap_or(0.5),
             command["seed"].as_u64().unwrap_or(1),
         ),
+        "pipe" => stretch.pipe(),
+        "write-file" => stretch.write_file(),
+        "present" => stretch.present(),
+        "race" => {
+            let some = |key: &str| command[key].as_u64().unwrap_or(0);
+            let players = Players {
+                writers: number(command, "writers")?,
+                readers: some("readers"),
+                discarders: some("discarders"),
+                droppers: some("droppers"),
+                rounds: number(command, "rounds")?,
+            };
+            Race::new(&board.ram, &stretch, page).run(players, &stretch)
+        }
         "discard" => {
             board.ram.discard(page, pages)?;
             stretch.forget();

@@ -22,6 +22,8 @@ mod arguments;
 mod disk;
 mod front_end;
 mod pattern;
+mod race;
 mod ram;
+mod signals;
 
 pub use arguments::Arguments;

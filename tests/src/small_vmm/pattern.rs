@@ -1,6 +1,8 @@
 //! What vCPUs write and expect: every word of a page follows from the page's number and from a
 //! version that rises with each rewrite, so that a stale page is a mismatch.
 
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -8,12 +10,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use outram_wire::units::PAGE_SIZE;
 use serde_json::{Value, json};
-use vm_memory::{Bytes, VolatileSlice};
+use vm_memory::{Bytes, ReadVolatile, VolatileSlice, WriteVolatile};
+use vmm_sys_util::seek_hole::SeekHole;
 
 use super::ram::{Block, Ram};
 
 const PAGE: u64 = PAGE_SIZE as u64;
-const WORDS: usize = PAGE_SIZE / 8;
+pub(super) const WORDS: usize = PAGE_SIZE / 8;
 
 /// The versions of pages; 0 is a page never written, which reads as zeros.
 #[derive(Default)]
@@ -115,6 +118,62 @@ impl Stretch {
         Ok(tally.report(started))
     }
 
+    /// Sends every page through a pipe and back into its place: the kernel reads it with
+    /// `write(2)` and stores it with `read(2)`, whatever signals are pending.
+    pub(super) fn pipe(&self) -> Result<Value> {
+        let started = Instant::now();
+        let (out, into) = std::io::pipe().context("making a pipe")?;
+        let (mut out, mut into) = (OwnedFd::from(out), OwnedFd::from(into));
+        let mut tally = Tally::default();
+        for index in 0..self.pages.len() {
+            let (block, page, _) = &self.pages[index];
+            let slice = block.page(*page)?;
+            into.write_all_volatile(&slice)
+                .context("writing guest memory to a pipe")?;
+            out.read_exact_volatile(&mut block.page(*page)?)
+                .context("reading guest memory from a pipe")?;
+            self.check(index, &mut tally)?;
+        }
+        Ok(tally.report(started))
+    }
+
+    /// Stores the next version of every page into its memfd, past this process's mapping.
+    pub(super) fn write_file(&self) -> Result<Value> {
+        for (index, (block, page, version)) in self.pages.iter().enumerate() {
+            let next = version.load(Ordering::Relaxed).wrapping_add(1).max(1);
+            version.store(next, Ordering::Relaxed);
+            let key = key(self.first + index as u64, next);
+            let words = (0..WORDS).flat_map(|word| expected(key, word).to_ne_bytes());
+            let bytes: Vec<u8> = words.collect();
+            block.file.write_all_at(&bytes, page * PAGE)?;
+        }
+        Ok(json!({"pages": self.pages.len()}))
+    }
+
+    /// Pages that are in the memfd now, as the kernel says.
+    pub(super) fn present(&self) -> Result<Value> {
+        let mut present = 0;
+        for (block, page, _) in &self.pages {
+            let mut file = block.file.try_clone()?;
+            present += u64::from(file.seek_data(page * PAGE)? == Some(page * PAGE));
+        }
+        Ok(json!({"present": present}))
+    }
+
+    /// Each page with its version.
+    pub(super) fn state(&self) -> impl Iterator<Item = (Arc<Block>, u64, u32)> {
+        self.pages.iter().map(|(block, page, version)| {
+            (Arc::clone(block), *page, version.load(Ordering::Relaxed))
+        })
+    }
+
+    /// Notes a page's version.
+    pub(super) fn note(&self, index: u64, version: u32) {
+        self.pages[index as usize]
+            .2
+            .store(version, Ordering::Relaxed);
+    }
+
     /// Notes that the pages were given back.
     pub(super) fn forget(&self) {
         for (_, _, version) in &self.pages {
@@ -176,20 +235,30 @@ fn matches(slice: &VolatileSlice<'_>, page: u64, version: u32) -> Result<bool> {
     Ok(true)
 }
 
-fn key(page: u64, version: u32) -> u64 {
+pub(super) fn key(page: u64, version: u32) -> u64 {
     Random(page << 32 ^ u64::from(version)).next()
 }
 
-fn expected(key: u64, word: usize) -> u64 {
-    key.wrapping_add(word as u64)
-        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+/// Odd, so that it can be taken back: the golden ratio in 64 bits.
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+/// `SPREAD * UNSPREAD == 1` in 64 bits.
+const UNSPREAD: u64 = 0xf1de_83e1_9937_733d;
+const _: () = assert!(SPREAD.wrapping_mul(UNSPREAD) == 1);
+
+pub(super) fn expected(key: u64, word: usize) -> u64 {
+    key.wrapping_add(word as u64).wrapping_mul(SPREAD)
+}
+
+/// The key whose `word`th word this is.
+pub(super) fn key_of(found: u64, word: usize) -> u64 {
+    found.wrapping_mul(UNSPREAD).wrapping_sub(word as u64)
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): small, and any seed will do.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

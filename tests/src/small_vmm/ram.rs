@@ -124,6 +124,13 @@ impl Ram {
             length,
         )
         .context("punching a hole")?;
+        self.drop_mapping(first_page, pages)
+    }
+
+    /// Drops pages from the mapping; what the file holds of them stays.
+    pub(super) fn drop_mapping(&self, first_page: u64, pages: u64) -> Result<()> {
+        let (block, offset) = self.find(first_page * PAGE, pages * PAGE)?;
+        let length = pages * PAGE;
         let start = block.region.as_ptr().wrapping_add(offset as usize);
         // SAFETY: the range lies within the block's own mapping of guest memory, which no Rust
         // reference points to; find() checked its borders.

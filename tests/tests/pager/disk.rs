@@ -1,0 +1,203 @@
+//! The device over a paged guest: its rings and buffers lie in evicted pages.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::fixture::{Guest, Lab, PAGE, Wish};
+
+pub(crate) const TESTS: &[crate::Test] = &[
+    ("rings_and_buffers_in_evicted_pages", evicted),
+    ("broken_requests_in_evicted_pages", broken),
+];
+
+/// virtio-blk's request types and status bytes.
+const IN: u64 = 0;
+const OUT: u64 = 1;
+const FLUSH: u64 = 4;
+const GET_ID: u64 = 8;
+const OK: u64 = 0;
+const IOERR: u64 = 1;
+/// Descriptor flags.
+const NEXT: u64 = 1;
+const WRITE: u64 = 2;
+const INDIRECT: u64 = 4;
+
+/// Pages before this one are the disk's; the others are written, verified and evicted.
+const MEMORY: u64 = 1000;
+const PAGES: u64 = 15_000;
+
+/// Rings of queue 0 from here on; header and buffers of requests behind them.
+const RINGS: u64 = 8;
+const BUFFERS: u64 = 100;
+
+/// Fills memory, so that all that lies elsewhere is evicted.
+fn push_out(guest: &mut Guest) -> Result<()> {
+    guest.fill(MEMORY, PAGES)?;
+    guest.settle()?;
+    Ok(())
+}
+
+fn start_queue(guest: &mut Guest, queue: u64) -> Result<()> {
+    let command = json!({"do": "disk-start", "queue": queue, "size": 128,
+        "page": RINGS + 8 * queue, "event_idx": queue % 2 == 0});
+    guest.vmm.command(command).map(drop)
+}
+
+fn request(guest: &mut Guest, kind: u64, sector: u64, bytes: u64) -> Result<Value> {
+    let wanted = json!({"queue": 0, "type": kind, "sector": sector, "bytes": bytes,
+        "page": BUFFERS, "wait_ms": 30_000});
+    guest.command(1, "request", wanted)
+}
+
+fn evicted(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start(
+        lab,
+        &Wish {
+            servers: &[&server.address],
+            ..Wish::default()
+        },
+    )?;
+    // Pages in which the rings and buffers will lie hold something else, far away.
+    guest.fill(0, MEMORY)?;
+    push_out(&mut guest)?;
+    ensure!(
+        guest.present(RINGS, 4)? == 0,
+        "the rings' pages are still there"
+    );
+    start_queue(&mut guest, 0)?;
+    start_queue(&mut guest, 1)?;
+    for (kind, sector, bytes, status) in [
+        (IN, 0, 512, OK),
+        (IN, 8, 512 * 1024, OK),
+        (GET_ID, 0, 20, OK),
+        (FLUSH, 0, 0, OK),
+        (OUT, 0, 0, IOERR),
+        (OUT, 0, 512, IOERR),
+        (IN, 2048, 512, IOERR),
+        (IN, u64::MAX, 512, IOERR),
+    ] {
+        push_out(&mut guest)?;
+        let there = guest.present(BUFFERS, 130)?;
+        ensure!(there == 0, "{there} pages of buffers are still there");
+        let answer = request(&mut guest, kind, sector, bytes)?;
+        ensure!(
+            answer["status"] == status,
+            "type {kind} sector {sector}: {answer}"
+        );
+        if kind == IN && status == OK {
+            // What the device wrote is kept when its page is evicted.
+            let data = answer["data"].clone();
+            push_out(&mut guest)?;
+            let address = (BUFFERS + 1) * PAGE;
+            let seen = guest.command(0, "peek", json!({"address": address, "length": 64}))?;
+            ensure!(seen["bytes"] == data, "{} turned into {seen}", data);
+        }
+    }
+    guest.verify(MEMORY, PAGES)?;
+    // Under eviction by others, again and again.
+    let work = json!({"page": MEMORY, "pages": PAGES, "seconds": 2.0, "write_share": 0.5});
+    let load = guest.send(2, "work", work)?;
+    for round in 0..60 {
+        let answer = request(&mut guest, IN, round, 64 * 1024)?;
+        ensure!(answer["status"] == OK, "{answer}");
+    }
+    crate::fixture::demand_sound(&guest.answer(load)?)?;
+    guest.verify(MEMORY, PAGES)?;
+    for queue in 0..2 {
+        guest
+            .vmm
+            .command(json!({"do": "disk-stop", "queue": queue}))?;
+    }
+    guest.squeeze()?;
+    guest.end(&[&server])
+}
+
+/// Chains that are no chains, with buffers that are none, all in pages that have to be fetched.
+fn broken(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start(
+        lab,
+        &Wish {
+            servers: &[&server.address],
+            ..Wish::default()
+        },
+    )?;
+    guest.fill(0, MEMORY)?;
+    let header = BUFFERS * PAGE;
+    let status = header + 16;
+    let data = header + PAGE;
+    let end = 64 << 20;
+    let sound = json!([header, 16, NEXT, 1]);
+    let with_data = |address: u64, length: u64, flags: u64| {
+        json!([sound, [address, length, flags, 2], [status, 1, WRITE, 0]])
+    };
+    // What becomes of the request: null where its queue breaks, else bytes written.
+    let cases = [
+        ("indirect", json!([[header, 16, INDIRECT, 0]]), Value::Null),
+        (
+            "a loop",
+            json!([[header, 16, NEXT, 1], [header, 16, NEXT, 0]]),
+            Value::Null,
+        ),
+        (
+            "next outside",
+            json!([[header, 16, NEXT, 200]]),
+            Value::Null,
+        ),
+        (
+            "outside RAM",
+            with_data(1 << 40, 512, NEXT | WRITE),
+            json!(1),
+        ),
+        (
+            "across the end",
+            with_data(end - 256, 512, NEXT | WRITE),
+            json!(1),
+        ),
+        (
+            "wrapping",
+            with_data(u64::MAX - 10, 512, NEXT | WRITE),
+            json!(1),
+        ),
+        ("no bytes", with_data(data, 0, NEXT | WRITE), json!(1)),
+        (
+            "4 GiB",
+            with_data(data, u64::from(u32::MAX), NEXT | WRITE),
+            json!(1),
+        ),
+        ("wrong direction", with_data(data, 512, NEXT), json!(1)),
+    ];
+    for (what, chain, written) in cases {
+        push_out(&mut guest)?;
+        start_queue(&mut guest, 0)?;
+        let poke = json!({"address": header, "bytes": "00".repeat(16)});
+        guest.command(1, "poke", poke)?;
+        push_out(&mut guest)?;
+        let breaks = written.is_null();
+        let wait_ms = if breaks { 300 } else { 30_000 };
+        let chain = json!({"queue": 0, "descriptors": chain, "head": 0, "wait_ms": wait_ms});
+        let answer = guest.command(1, "submit", chain).context(what)?;
+        match breaks {
+            true => ensure!(
+                answer["used"].is_null() && answer["broken"] == true,
+                "{what}: {answer}"
+            ),
+            false => {
+                ensure!(answer["used"]["length"] == written, "{what}: {answer}");
+                let seen = guest.command(1, "peek", json!({"address": status, "length": 1}))?;
+                ensure!(seen["bytes"] == "01", "{what}: status {seen}");
+            }
+        }
+        guest.vmm.command(json!({"do": "disk-stop", "queue": 0}))?;
+    }
+    // A reset heals it, and the memory around is as it was.
+    start_queue(&mut guest, 0)?;
+    ensure!(
+        request(&mut guest, IN, 0, 512)?["status"] == OK,
+        "not healed"
+    );
+    guest.verify(MEMORY, PAGES)?;
+    guest.verify(BUFFERS + 10, 500)?;
+    guest.end(&[&server])
+}

@@ -1,0 +1,242 @@
+//! The races that the design names: evict beside read fault beside write, REMOVE beside COPY,
+//! duplicate events, signals, EEXIST and EAGAIN.
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use crate::fixture::{Guest, LEAST, Lab, PAGE, Wish, demand_sound};
+
+pub(crate) const TESTS: &[crate::Test] = &[
+    ("eviction_beside_reads_and_writes", eviction),
+    ("discards_beside_faults", discards),
+    ("given_back_pages_are_freed_at_the_server", freed),
+    ("signals_amid_faults", signals),
+    ("kernel_mode_faults_with_signals_pending", kernel_mode),
+    ("pages_that_appear_behind_the_pager", behind),
+];
+
+/// The limit goes down to the least and up again while vCPUs read, write, and do both to the same
+/// pages.
+fn eviction(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start(
+        lab,
+        &Wish {
+            limit: 64 << 20,
+            servers: &[&server.address],
+            ..Wish::default()
+        },
+    )?;
+    guest.fill(0, 12_000)?;
+    for seed in 0..4 {
+        let work = |page, write_share| {
+            json!({"page": page, "pages": 6000, "seconds": 2.0, "seed": seed,
+                "write_share": write_share})
+        };
+        let race = json!({"page": 12_000, "pages": 4000, "writers": 1, "readers": 1,
+            "rounds": 4000});
+        let sent = [
+            guest.send(0, "work", work(0, 0.5))?,
+            guest.send(1, "work", work(6000, 0.0))?,
+            guest.send(2, "race", race)?,
+        ];
+        guest.squeeze()?;
+        guest.tune(64 << 20)?;
+        let grown = |status: &outram_wire::control::Status| status.resident_bytes > LEAST;
+        guest.wait_status("the guest to grow again", grown)?;
+        for id in sent {
+            demand_sound(&guest.answer(id)?)?;
+        }
+    }
+    guest.squeeze()?;
+    guest.verify(0, 16_000)?;
+    let counters = guest.status()?.counters;
+    ensure!(
+        counters.faults_remote > 0 && counters.evicted_clean_pages > 0,
+        "{counters:?}"
+    );
+    guest.end(&[&server])
+}
+
+/// Pages are given back, and their mappings dropped, while others fault on them, from two regions
+/// and at the least limit: what is read is what was written last, or zeros where it was given back.
+fn discards(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start(
+        lab,
+        &Wish {
+            ram_mib: &[32, 32],
+            servers: &[&server.address],
+            ..Wish::default()
+        },
+    )?;
+    guest.fill(0, 16_000)?;
+    let race = json!({"page": 0, "pages": 16_000, "writers": 2, "readers": 1, "discarders": 1,
+        "droppers": 1, "rounds": 6000});
+    let found = guest.command(0, "race", race)?;
+    demand_sound(&found)?;
+    let many = |key: &str| found[key].as_u64().unwrap_or(0) > 100;
+    ensure!(
+        many("reads") && many("discards") && many("drops"),
+        "{found}"
+    );
+    guest.verify(0, 16_000)?;
+    // Few pages, so that all happen to the same ones, hardly ever evicted.
+    let race = json!({"page": 100, "pages": 8, "writers": 2, "readers": 2, "discarders": 2,
+        "droppers": 1, "rounds": 3000});
+    demand_sound(&guest.command(0, "race", race)?)?;
+    guest.verify(0, 16_000)?;
+    ensure!(
+        guest.status()?.counters.removed_pages > 0,
+        "nothing was removed"
+    );
+    guest.end(&[&server])
+}
+
+/// What the guest gives back costs nobody anything.
+fn freed(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start(
+        lab,
+        &Wish {
+            servers: &[&server.address],
+            ..Wish::default()
+        },
+    )?;
+    guest.fill(0, 16_000)?;
+    guest.settle()?;
+    let before = (guest.status()?, server.slabs_leased()?);
+    ensure!(before.0.stored_bytes > 40 << 20, "{:#?}", before.0);
+    guest.command(1, "discard", json!({"page": 0, "pages": 12_000}))?;
+    let after = guest.wait_status("what was given back to be freed", |status| {
+        status.stored_bytes <= before.0.stored_bytes / 2
+    })?;
+    ensure!(after.resident_bytes + after.stored_bytes + after.staged_bytes <= 4400 * PAGE);
+    // Zeros, by the versions that the VMM keeps; and of no cost again once evicted.
+    guest.verify(0, 16_000)?;
+    guest.wait_status("zeros to be kept as words", |status| {
+        status.stored_bytes <= 4400 * PAGE
+    })?;
+    let freed = || Ok((server.slabs_leased()? < before.1).then_some(()));
+    outram_tests::hermetic::command::wait_for(
+        "slabs to be given back",
+        crate::fixture::LONG,
+        freed,
+    )?;
+    guest.end(&[&server])
+}
+
+/// A signal ends the wait in a fault, and the access faults again: one answer for all of them.
+fn signals(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start(
+        lab,
+        &Wish {
+            servers: &[&server.address],
+            ..Wish::default()
+        },
+    )?;
+    guest.fill(0, 16_000)?;
+    guest.settle()?;
+    // While nothing is answered: each signal makes one more message.
+    server.signal(Signal::SIGSTOP)?;
+    let stretch = json!({"page": 10, "pages": 100});
+    let waiting = guest.send(1, "verify", stretch)?;
+    guest.wait_status("a fault to wait", |status| status.waiting_faults > 0)?;
+    let before = guest.status()?.counters.faults_duplicate;
+    let sent = guest.vmm.command(json!({"do": "bombard", "count": 500}))?;
+    ensure!(sent["handled"].as_u64() >= Some(500), "{sent}");
+    guest.wait_status("duplicates to be told", |status| {
+        status.counters.faults_duplicate > before
+    })?;
+    server.signal(Signal::SIGCONT)?;
+    demand_sound(&guest.answer(waiting)?)?;
+    // While all is answered, as fast as it can be.
+    let work = json!({"page": 0, "pages": 8000, "seconds": 1.5, "write_share": 0.5});
+    let race = json!({"page": 8000, "pages": 8000, "writers": 1, "readers": 1, "discarders": 1,
+        "rounds": 2000});
+    let sent = [guest.send(1, "work", work)?, guest.send(2, "race", race)?];
+    let handled = guest.vmm.command(json!({"do": "bombard", "count": 5000}))?;
+    ensure!(handled["handled"].as_u64() > Some(1000), "{handled}");
+    for id in sent {
+        demand_sound(&guest.answer(id)?)?;
+    }
+    guest.verify(0, 16_000)?;
+    guest.end(&[&server])
+}
+
+/// `read(2)` and `write(2)` into evicted pages repeat their fault as long as a signal is pending.
+fn kernel_mode(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start(
+        lab,
+        &Wish {
+            servers: &[&server.address],
+            ..Wish::default()
+        },
+    )?;
+    guest.fill(0, 16_000)?;
+    guest.settle()?;
+    server.signal(Signal::SIGSTOP)?;
+    let waiting = guest.send(1, "pipe", json!({"page": 10, "pages": 50}))?;
+    guest.wait_status("a fault to wait", |status| status.waiting_faults > 0)?;
+    guest.vmm.command(json!({"do": "bombard", "count": 10}))?;
+    let before = guest.status()?.counters.faults_duplicate;
+    guest.wait_status("the fault to repeat itself", |status| {
+        status.counters.faults_duplicate > before + 100
+    })?;
+    // Its repetitions keep nobody else from being served.
+    let fresh = json!({"page": 16_100, "pages": 64});
+    guest.command(2, "fill", fresh)?;
+    server.signal(Signal::SIGCONT)?;
+    demand_sound(&guest.answer(waiting)?)?;
+    let sent = [
+        guest.send(0, "pipe", json!({"page": 0, "pages": 4000}))?,
+        guest.send(1, "pipe", json!({"page": 4000, "pages": 4000}))?,
+    ];
+    guest.vmm.command(json!({"do": "bombard", "count": 2000}))?;
+    for id in sent {
+        demand_sound(&guest.answer(id)?)?;
+    }
+    guest.verify(0, 16_000)?;
+    guest.end(&[&server])
+}
+
+/// A page that is there when its bytes arrive counts as changed, and wins.
+fn behind(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start(
+        lab,
+        &Wish {
+            servers: &[&server.address],
+            ..Wish::default()
+        },
+    )?;
+    guest.fill(0, 16_000)?;
+    guest.settle()?;
+    let pages = [20, 21, 40];
+    for page in pages {
+        ensure!(guest.present(page, 1)? == 0, "page {page} is still there");
+    }
+    server.signal(Signal::SIGSTOP)?;
+    for (page, write) in pages.into_iter().zip([false, true, false]) {
+        let touch = json!({"page": page, "pages": 1, "write": write});
+        let waiting = guest.send(1, "touch", touch)?;
+        guest.wait_status("the fault to wait", |status| status.waiting_faults == 1)?;
+        guest.command(2, "write-file", json!({"page": page, "pages": 1}))?;
+        server.signal(Signal::SIGCONT)?;
+        guest.answer(waiting)?;
+        // Not only seen, but kept when it is evicted.
+        guest.verify(page, 1)?;
+        server.signal(Signal::SIGSTOP)?;
+    }
+    server.signal(Signal::SIGCONT)?;
+    guest.fill(4000, 12_000)?;
+    ensure!(
+        guest.present(20, 2)? == 0 && guest.present(40, 1)? == 0,
+        "not evicted again"
+    );
+    guest.verify(0, 16_000).context("after eviction")?;
+    guest.end(&[&server])
+}
