@@ -202,7 +202,7 @@ fn staging_ops() -> impl Strategy<Value = StagingOp> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Held {
+enum Hold {
     Held,
     Writing,
     Orphaned,
@@ -213,12 +213,12 @@ enum Held {
 struct StagingModel {
     pool: StagingPool,
     capacity: u32,
-    tickets: Vec<(Ticket, Held)>,
+    tickets: Vec<(Ticket, Hold)>,
 }
 
 impl StagingModel {
     fn in_use(&self) -> impl Iterator<Item = u32> {
-        let used = self.tickets.iter().filter(|(_, held)| *held != Held::Stale);
+        let used = self.tickets.iter().filter(|(_, held)| *held != Hold::Stale);
         used.map(|(ticket, _)| ticket.slot.0)
     }
 
@@ -240,7 +240,7 @@ impl StagingModel {
                             self.in_use().all(|slot| slot != ticket.slot.0),
                             "taken twice"
                         );
-                        self.tickets.push((ticket, Held::Held));
+                        self.tickets.push((ticket, Hold::Held));
                     }
                 }
                 None => assert!(count > self.available()),
@@ -251,9 +251,9 @@ impl StagingModel {
                 };
                 let (ticket, held) = &mut self.tickets[number];
                 *held = match held {
-                    Held::Held => Held::Stale,
-                    Held::Writing => Held::Orphaned,
-                    Held::Orphaned | Held::Stale => return,
+                    Hold::Held => Hold::Stale,
+                    Hold::Writing => Hold::Orphaned,
+                    Hold::Orphaned | Hold::Stale => return,
                 };
                 self.pool.release(ticket.slot);
             }
@@ -262,9 +262,9 @@ impl StagingModel {
                     return;
                 };
                 let (ticket, held) = &mut self.tickets[number];
-                assert_eq!(self.pool.start_write(*ticket), *held == Held::Held);
-                if *held == Held::Held {
-                    *held = Held::Writing;
+                assert_eq!(self.pool.start_write(*ticket), *held == Hold::Held);
+                if *held == Hold::Held {
+                    *held = Hold::Writing;
                 }
             }
             StagingOp::EndWrite(number) => {
@@ -273,11 +273,11 @@ impl StagingModel {
                 };
                 let (ticket, held) = &mut self.tickets[number];
                 let next = match held {
-                    Held::Writing => Held::Held,
-                    Held::Orphaned => Held::Stale,
-                    Held::Held | Held::Stale => return,
+                    Hold::Writing => Hold::Held,
+                    Hold::Orphaned => Hold::Stale,
+                    Hold::Held | Hold::Stale => return,
                 };
-                assert_eq!(self.pool.end_write(*ticket), *held == Held::Writing);
+                assert_eq!(self.pool.end_write(*ticket), *held == Hold::Writing);
                 *held = next;
             }
             StagingOp::SetCapacity(capacity) => {

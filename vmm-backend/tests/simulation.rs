@@ -34,7 +34,7 @@ use steps::Simulation;
 use world::Violation;
 
 /// Steps of the default run, over all seeds.
-const STEPS: u64 = 240_000;
+const STEPS: u64 = 200_000;
 const SEEDS: u64 = 8;
 /// Steps between two times at which everything is let come to rest.
 const STEPS_UNTIL_QUIET: u64 = 1_500;

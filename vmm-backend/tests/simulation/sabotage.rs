@@ -68,7 +68,7 @@ impl Sabotage {
         (Self::IgnoreLimit, &[Check::Budget]),
         (Self::AnswerLost, &[Check::LostAnswered]),
         (Self::LoseGood, &[Check::LostWithoutCause]),
-        (Self::AckEarly, &[Check::NoCopy]),
+        (Self::AckEarly, &[Check::NoCopy, Check::WrongBytes]),
         (Self::DropRemove, &[Check::NoCopy]),
         (Self::DropAlerts, &[Check::Stuck]),
         (Self::DropFault, &[Check::LostWakeUp]),
