@@ -9,6 +9,7 @@ mod disk;
 mod fixture;
 mod life;
 mod neighbours;
+mod operator;
 mod outage;
 mod ratio;
 mod refusals;
@@ -28,6 +29,7 @@ type Test = (&'static str, fn(&Lab) -> anyhow::Result<()>);
 fn tests() -> Vec<Test> {
     [
         checker::TESTS,
+        operator::TESTS,
         refusals::TESTS,
         ratio::TESTS,
         tune::TESTS,

@@ -16,6 +16,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("ratio_0_25", |lab| at(lab, &["--local-ratio", "0.25"])),
     ("ratio_0_1", |lab| at(lab, &["--local-ratio", "0.1"])),
     ("local_32_mib", |lab| at(lab, &["--local", "32MiB"])),
+    ("numa_cells_are_paged_alike", numa),
     ("hard_memory_limit_of_the_kernel", hard_limit),
 ];
 
@@ -74,6 +75,29 @@ fn server_holds_the_rest(guest: &Guest, server: &MemServer) -> Result<()> {
         status.stored_bytes
     );
     Ok(())
+}
+
+/// A guest whose RAM is two memory files.
+fn numa(lab: &Lab) -> Result<()> {
+    let server = lab.server("1GiB")?;
+    let mut spec = Spec::new("numa", RAM_MIB);
+    let half = RAM_MIB / 2;
+    spec.extra_elements = format!(
+        "<cpu><numa><cell id='0' cpus='0' memory='{half}' unit='MiB'/>\
+         <cell id='1' cpus='1' memory='{half}' unit='MiB'/></numa></cpu>"
+    );
+    let guest = lab.attach(spec, &["--local-ratio", "0.4"], &server.address)?;
+    let sampler = Sampler::start(&guest);
+    let mut console = guest.boot()?;
+    sampler.judge(Stated::of(&guest)?);
+    ensure!(
+        guest.status()?.ram_bytes == RAM_MIB << 20,
+        "both cells are paged"
+    );
+    run_checker(&mut console)?;
+    server_holds_the_rest(&guest, &server)?;
+    sampler.finish()?;
+    power_off(&guest, &mut console, &server)
 }
 
 /// QEMU and backend in a memory cgroup whose hard limit has no room for RAM kept beside.

@@ -223,7 +223,16 @@ fn starts(lab: &Lab) -> Result<()> {
     typo.metadata = typo.metadata.replace("local-ratio", "local-ration");
     let typo = Guest::define(typo)?;
     let refused = virsh(&["start", typo.name()])?;
-    demand_refusal(&refused, &["local-ration"]).context("a typo in hand-written metadata")
+    demand_refusal(&refused, &["local-ration"]).context("a typo in hand-written metadata")?;
+    drop(typo);
+
+    let mut taken = hand_written("taken", &server.address);
+    let shared = "<access mode='shared'/>";
+    let taken_at_start = format!("{shared}<allocation mode='immediate'/>");
+    taken.extra_elements = taken.extra_elements.replace(shared, &taken_at_start);
+    let taken = Guest::define(taken)?;
+    let refused = virsh(&["start", taken.name()])?;
+    demand_refusal(&refused, &["allocation"]).context("preallocated memory, by hand")
 }
 
 /// Shared-memory THP makes punching unsafe, so it is refused while it is on. The kernel's own file
