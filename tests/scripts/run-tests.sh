@@ -10,7 +10,8 @@ log=target/test.log
 
 give_up() { # what failed: counted, so that the closing line tells
   echo "$1"
-  echo "0 passed, 1 failed, 0 skipped"
+  mkdir -p target
+  echo "0 passed, 1 failed, 0 skipped" | tee target/test-summary
   exit 1
 }
 
@@ -32,5 +33,5 @@ read -r passed failed skipped < <(awk '
 if [ "$status" != 0 ] && [ "$failed" = 0 ]; then failed=1; fi
 if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -E '^SKIPPED|\.\.\. ignored' "$log" | sed 's/^/  /'; fi
 if [ "$failed" != 0 ]; then echo; echo "failed:"; grep -E '\.\.\. FAILED' "$log" | sed 's/^/  /'; fi
-echo "$passed passed, $failed failed, $skipped skipped"
+echo "$passed passed, $failed failed, $skipped skipped" | tee target/test-summary
 [ "$failed" = 0 ]
