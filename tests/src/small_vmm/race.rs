@@ -28,7 +28,8 @@ pub(super) struct Players {
     pub readers: u64,
     /// Threads that give pages back.
     pub discarders: u64,
-    /// Threads that drop mappings and no contents (`MADV_DONTNEED` alone).
+    /// Threads that drop mappings and no contents (`MADV_DONTNEED` alone): not while pages are
+    /// evicted, for such a page would then count as given back.
     pub droppers: u64,
     /// Rewrites by each writer; the others go on until all have ended.
     pub rounds: u64,

@@ -34,7 +34,7 @@ pub(super) fn bombard<'a>(
     for _ in 0..count {
         for thread in threads.clone() {
             // A thread that waits without heeding them fills its queue.
-            refused += u64::from(thread.kill(0).is_err());
+            refused += u64::from(thread.kill(SIGRTMIN()).is_err());
         }
         std::thread::sleep(PAUSE);
     }

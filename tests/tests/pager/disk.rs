@@ -166,7 +166,11 @@ fn broken(lab: &Lab) -> Result<()> {
             with_data(data, u64::from(u32::MAX), NEXT | WRITE),
             json!(1),
         ),
-        ("wrong direction", with_data(data, 512, NEXT), json!(1)),
+        (
+            "wrong direction",
+            json!([[header, 16, NEXT | WRITE, 1], [status, 1, WRITE, 0]]),
+            json!(1),
+        ),
     ];
     for (what, chain, written) in cases {
         push_out(&mut guest)?;

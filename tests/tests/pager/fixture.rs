@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::{run, wait_for};
 use outram_tests::hermetic::server::{Launch, MemServer};
 use outram_tests::small_vmm::client::{Plan, SmallVmm};
@@ -393,6 +394,22 @@ fn merged(vcpu: usize, action: &str, mut command: Value) -> Value {
     command["do"] = Value::from(action);
     command["vcpu"] = Value::from(vcpu);
     command
+}
+
+/// Stops a memory server with SIGSTOP; returns once all of its threads stand still.
+pub(crate) fn halt(server: &MemServer) -> Result<()> {
+    server.signal(Signal::SIGSTOP)?;
+    let tasks = format!("/proc/{}/task", server.pid());
+    wait_for("the memory server to stop", LONG, || {
+        for task in fs::read_dir(&tasks)? {
+            let stat = fs::read_to_string(task?.path().join("stat"))?;
+            let (_, rest) = stat.rsplit_once(") ").context("a name")?;
+            if !rest.starts_with('T') {
+                return Ok(None);
+            }
+        }
+        Ok(Some(()))
+    })
 }
 
 /// Fails where a report has a page that was not as it should be.

@@ -102,12 +102,16 @@ fn strangers(lab: &Lab) -> Result<()> {
         "--tls-key",
         &other("client.key"),
     ];
-    demand(lab, &[&base[..], &foreign].concat(), &[&address])?;
+    demand(
+        lab,
+        &[&base[..], &foreign].concat(),
+        &["client.pem", "outram pki"],
+    )?;
     // A CA that did not sign the server's.
     demand(
         lab,
         &[&base[..], &["--tls-ca", &other("ca.pem")]].concat(),
-        &[&address],
+        &["other-pki/ca.pem", "outram pki"],
     )?;
     let missing = other("nobody.pem");
     demand(

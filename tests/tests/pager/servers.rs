@@ -10,7 +10,7 @@ use outram_tests::hermetic::proxy::Proxy;
 use outram_wire::control::{Phase, Status};
 use serde_json::json;
 
-use crate::fixture::{Guest, LONG, Lab, PAGE, SLAB, Wish, demand_sound};
+use crate::fixture::{Guest, LONG, Lab, PAGE, SLAB, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_server_that_stands_still", standstill),
@@ -61,7 +61,7 @@ fn standstill(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
     let mut guest = filled(lab, &[&server.address])?;
     let sent = load(&mut guest, 1.0)?;
-    server.signal(Signal::SIGSTOP)?;
+    halt(&server)?;
     let stalled = guest.wait_status("the stall to be told", |status| {
         status.phase == Phase::Stalled && status.waiting_faults > 0
     })?;
