@@ -12,7 +12,7 @@ use xot::Node;
 use crate::domain_xml::{DomainXml, DomainXmlError};
 use crate::metadata::{self, Addition, MemorySettings, MetadataError};
 use crate::refusal::{our_disks, socket_path};
-use crate::server_address::ServerAddress;
+use outram_wire::server::ServerAddress;
 
 /// Why a domain's XML was not edited.
 #[derive(Debug, thiserror::Error)]

@@ -17,7 +17,7 @@ use clap::{Args, Parser, Subcommand};
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, parse_size};
 
 use crate::host::Paths;
-use crate::server_address::ServerAddress;
+use outram_wire::server::ServerAddress;
 
 /// Gives libvirt guests memory that lies partly on other machines.
 #[derive(Debug, Parser)]

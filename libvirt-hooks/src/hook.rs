@@ -21,7 +21,6 @@ use std::{fs, io};
 use outram_wire::control::Phase;
 
 use crate::backend_control::BackendControl;
-use crate::causes::with_causes;
 use crate::domain_xml::{DomainXml, DomainXmlError};
 use crate::host::{self, HostSettings, NoBackend, Paths, SettingsError};
 use crate::launch::{self, Launch, LaunchError};
@@ -29,6 +28,7 @@ use crate::metadata::{self, MetadataError, NAMESPACE_MARK};
 use crate::refusal::{self, Refusal};
 use crate::shmem_thp::{self, HugeShmem};
 use crate::{process, qemu_user};
+use outram_wire::causes::with_causes;
 
 /// The file in the directory of run directories that shows which libvirtd called us last.
 pub const STAMP_FILE: &str = "hook-called";

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
 
-use crate::server_address::{AddressError, ServerAddress};
+use outram_wire::server::{AddressError, ServerAddress};
 
 /// Environment variable with the backend's path; otherwise it is looked for beside our own
 /// program, then in `PATH`. libvirtd passes only few variables to its hooks, this not among them.
@@ -183,7 +183,7 @@ impl HostSettings {
             Some(toml::Value::String(file)) => Ok(Some(PathBuf::from(file))),
             Some(_) => Err(wrong(key, "a path in quotes")),
         };
-        let list = "a list such as [\"10.0.0.2:7070\"]";
+        let list = "a list such as [\"10.0.0.2:7741\"]";
         let mut servers = Vec::new();
         match table.get("servers") {
             None => {}

@@ -170,7 +170,7 @@ impl Launch {
             Limit::LocalBytes(bytes) => option("local", bytes.to_string().into()),
         }
         for server in &self.settings.servers {
-            option("server", server.as_str().into());
+            option("server", server.to_string().into());
         }
         option("run-dir", self.run.clone().into());
         option("socket-user", self.socket_user.to_string().into());

@@ -7,7 +7,6 @@
 
 pub mod attachment;
 pub mod backend_control;
-pub mod causes;
 pub mod cli;
 pub mod daemons;
 mod detached;
@@ -20,6 +19,5 @@ pub mod metadata;
 pub mod process;
 pub mod qemu_user;
 pub mod refusal;
-pub mod server_address;
 pub mod shmem_thp;
 mod uffd_probe;

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use outram_libvirt::causes::with_causes;
 use outram_libvirt::cli;
+use outram_wire::causes::with_causes;
 
 fn main() -> ExitCode {
     let arguments = cli::Arguments::parse();

@@ -2,7 +2,7 @@
 //!
 //! ```xml
 //! <outram:memory xmlns:outram="https://outram.dev/xmlns/domain/1" local-ratio="0.5">
-//!   <outram:server address="10.0.0.2:7070"/>
+//!   <outram:server address="10.0.0.2:7741"/>
 //! </outram:memory>
 //! ```
 //!
@@ -16,7 +16,7 @@ use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, UnitError, parse_size};
 use xot::Node;
 
 use crate::domain_xml::{DomainXml, DomainXmlError};
-use crate::server_address::{AddressError, ServerAddress};
+use outram_wire::server::{AddressError, ServerAddress};
 
 /// The namespace; its last part is the format's version.
 pub const NAMESPACE: &str = "https://outram.dev/xmlns/domain/1";
@@ -344,7 +344,7 @@ fn serialise(settings: &MemorySettings, namespace: &str) -> Result<String, Domai
     let address_name = xot.add_name("address");
     for address in &settings.servers {
         let server = xot.new_element(server_name);
-        xot.set_attribute(server, address_name, address.as_str());
+        xot.set_attribute(server, address_name, address.to_string());
         xot.append(memory, server)?;
     }
     Ok(xot.to_string(memory)?)

@@ -43,7 +43,7 @@ fn detach(text: &str) -> String {
 fn attached_domains_are_as_recorded_and_can_be_paged() {
     for name in DOMAINS {
         let before = golden(&format!("{name}.xml"));
-        let (after, _) = attach(&before, &request(0.5, &["10.0.0.2:7070", "mem2:7070"]));
+        let (after, _) = attach(&before, &request(0.5, &["10.0.0.2:7741", "mem2:7741"]));
         assert_golden(&format!("{name}.attached"), &canonical(&after));
         let refusals = refusal::check(&parse(&after), Path::new(RUN)).expect("checked");
         assert_eq!(refusals, [], "{name}");
@@ -54,7 +54,7 @@ fn attached_domains_are_as_recorded_and_can_be_paged() {
 fn detach_restores_what_attach_found() {
     for name in DOMAINS {
         let before = golden(&format!("{name}.xml"));
-        let (after, _) = attach(&before, &request(0.5, &["10.0.0.2:7070"]));
+        let (after, _) = attach(&before, &request(0.5, &["10.0.0.2:7741"]));
         assert_eq!(canonical(&detach(&after)), canonical(&before), "{name}");
     }
 }
@@ -62,7 +62,7 @@ fn detach_restores_what_attach_found() {
 #[test]
 fn detach_keeps_what_a_user_changed_in_between() {
     let before = golden("virt-install.xml");
-    let (after, _) = attach(&before, &request(0.5, &["10.0.0.2:7070"]));
+    let (after, _) = attach(&before, &request(0.5, &["10.0.0.2:7741"]));
     let edited = after
         .replace(
             "<access mode=\"shared\"/>",
@@ -96,7 +96,7 @@ fn detach_leaves_memory_backing_that_was_there() {
 #[test]
 fn attach_again_changes_only_what_is_new() {
     let before = golden("virt-install.xml");
-    let (once, _) = attach(&before, &request(0.5, &["10.0.0.2:7070"]));
+    let (once, _) = attach(&before, &request(0.5, &["10.0.0.2:7741"]));
     let (same, changes) = attach(&once, &request(0.5, &[]));
     assert_eq!((canonical(&same), changes), (canonical(&once), vec![]));
 
@@ -114,7 +114,7 @@ fn attach_again_changes_only_what_is_new() {
 fn a_cloned_domain_gets_its_own_socket() {
     let (once, _) = attach(
         &golden("virt-install.xml"),
-        &request(0.5, &["10.0.0.2:7070"]),
+        &request(0.5, &["10.0.0.2:7741"]),
     );
     let clone = once.replacen(
         "<uuid>3b1e9f00-6f1c-4b63-9f6c-5b2f3f0a7c11</uuid>",
@@ -135,7 +135,7 @@ fn a_cloned_domain_gets_its_own_socket() {
 #[test]
 fn controllers_that_libvirt_adds_for_the_disk_go_with_it() {
     let before = golden("virt-install.xml");
-    let (after, _) = attach(&before, &request(0.5, &["10.0.0.2:7070"]));
+    let (after, _) = attach(&before, &request(0.5, &["10.0.0.2:7741"]));
     let port = "<controller type='pci' index='2' model='pcie-root-port'>\
         <address type='pci' domain='0x0000' bus='0x00' slot='0x02' function='0x1'/></controller>";
     let defined = after

@@ -58,8 +58,8 @@ fn bad_arguments_are_told() {
         (&["attach", "vm", "--local", "1"], "less than one page"),
         (&["attach", "vm", "--local", "x"], "not a size"),
         (
-            &["attach", "vm", "--local", "1G", "--server", "h"],
-            "HOST:PORT",
+            &["attach", "vm", "--local", "1G", "--server", "h:0"],
+            "expected host:port",
         ),
         (&["tune", "vm"], "--local-ratio"),
         (&["pki", "issue", "server", "s"], "--address"),
@@ -99,7 +99,7 @@ fn busy() -> Status {
         backend_pid: 4242,
         qemu_pid: Some(4343),
         phase: Phase::Stalled,
-        detail: Some("10.0.0.2:7070: connection refused; trying again".to_owned()),
+        detail: Some("10.0.0.2:7741: connection refused; trying again".to_owned()),
         handover: Some("/dev/userfaultfd in QEMU".to_owned()),
         waiting_faults: 3,
         lost_bytes: 4096,
@@ -119,7 +119,7 @@ fn busy() -> Status {
         ]
         .into(),
         servers: vec![ServerStatus {
-            address: "10.0.0.2:7070".to_owned(),
+            address: "10.0.0.2:7741".to_owned(),
             connected: false,
             detail: Some("connection refused".to_owned()),
             slabs: 1,
@@ -146,13 +146,13 @@ fn reports() -> Vec<Report> {
         report(
             "db",
             State::Failed,
-            Some("10.0.0.2:7070 is full: 1 GiB free, 2 GiB asked"),
+            Some("10.0.0.2:7741 is full: 1 GiB free, 2 GiB asked"),
             None,
         ),
         report(
             "web1",
             State::Stalled,
-            Some("10.0.0.2:7070: connection refused; trying again"),
+            Some("10.0.0.2:7741: connection refused; trying again"),
             Some(busy()),
         ),
         report("long-name-of-a-guest", State::Off, None, None),

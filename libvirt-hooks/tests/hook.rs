@@ -73,7 +73,7 @@ impl Host {
         format!(
             "<domain type='qemu'><name>{name}</name><uuid>{UUID}</uuid>\
              <metadata><outram:memory xmlns:outram='https://outram.dev/xmlns/domain/1' \
-             local-ratio='0.5'><outram:server address='10.0.0.2:7070'/></outram:memory></metadata>\
+             local-ratio='0.5'><outram:server address='10.0.0.2:7741'/></outram:memory></metadata>\
              <memory unit='MiB'>64</memory>\
              <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>\
              <os><type arch='x86_64'>hvm</type></os><devices><disk type='vhostuser' device='disk'>\
@@ -139,7 +139,7 @@ fn a_backend_is_started_and_left_running() {
         "--name=ready".to_owned(),
         "--ram=67108864".to_owned(),
         "--local-ratio=0.5".to_owned(),
-        "--server=10.0.0.2:7070".to_owned(),
+        "--server=10.0.0.2:7741".to_owned(),
         format!("--run-dir={}", host.paths.run.display()),
         "--socket-user=1234:56".to_owned(),
     ] {
@@ -260,15 +260,12 @@ fn a_domain_without_any_server_is_refused() {
     let host = Host::new();
     let domain = host
         .domain("ready")
-        .replace("<outram:server address='10.0.0.2:7070'/>", "");
+        .replace("<outram:server address='10.0.0.2:7741'/>", "");
     let prepare = || hook::prepare(domain.as_bytes(), &host.paths);
     assert!(matches!(prepare(), Err(HookError::NoServer(_))));
-    fs::write(&host.paths.config, "servers = [\"a\"]").expect("written");
+    fs::write(&host.paths.config, "servers = [\"a:0\"]").expect("written");
     let error = prepare().expect_err("a bad address").to_string();
-    assert!(
-        error.contains("'a'") && error.contains("HOST:PORT"),
-        "{error}"
-    );
+    assert!(error.contains("'a:0'"), "{error}");
     fs::write(&host.paths.config, "servers = [\"a:1\"]").expect("written");
     prepare().expect("the host's servers are used");
 }

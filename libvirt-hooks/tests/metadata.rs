@@ -16,7 +16,7 @@ fn domain(metadata: &str) -> DomainXml {
 fn settings() -> MemorySettings {
     MemorySettings {
         limit: Limit::LocalBytes(512 << 20),
-        servers: vec!["10.0.0.2:7070".parse().expect("an address")],
+        servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         added: vec![Addition::Source, Addition::PciController(7)],
     }
 }
@@ -26,12 +26,12 @@ fn settings_have_this_form() {
     assert_eq!(
         to_text(&settings()).expect("text"),
         "<outram:memory xmlns:outram=\"https://outram.dev/xmlns/domain/1\" local=\"512MiB\" \
-         added=\"source pci-controller:7\"><outram:server address=\"10.0.0.2:7070\"/></outram:memory>"
+         added=\"source pci-controller:7\"><outram:server address=\"10.0.0.2:7741\"/></outram:memory>"
     );
     assert_eq!(
         to_plain_text(&settings()).expect("text"),
         "<memory local=\"512MiB\" added=\"source pci-controller:7\">\
-         <server address=\"10.0.0.2:7070\"/></memory>"
+         <server address=\"10.0.0.2:7741\"/></memory>"
     );
 }
 
@@ -123,8 +123,8 @@ fn every_mistake_is_told_with_its_cure() {
             &["no address", "HOST:PORT"],
         ),
         (
-            "<o:memory {NS} local='1G'><o:server address='a'/></o:memory>",
-            &["'a'", "HOST:PORT"],
+            "<o:memory {NS} local='1G'><o:server address='a:0'/></o:memory>",
+            &["'a:0'", "expected host:port"],
         ),
         (
             "<o:memory {NS} local='1G'><o:server address='a:1'/><o:server address='a:1'/></o:memory>",

@@ -74,7 +74,7 @@ fn attached(name: &str) -> String {
 fn request() -> AttachRequest {
     AttachRequest {
         limit: Limit::LocalBytes(1 << 30),
-        servers: vec!["10.0.0.2:7070".parse().expect("an address")],
+        servers: vec!["10.0.0.2:7741".parse().expect("an address")],
     }
 }
 

@@ -15,7 +15,7 @@ fn attached() -> String {
     let mut domain = DomainXml::parse(&golden("virt-install.xml")).expect("a domain");
     let request = AttachRequest {
         limit: Limit::LocalBytes(1 << 30),
-        servers: vec!["10.0.0.2:7070".parse().expect("an address")],
+        servers: vec!["10.0.0.2:7741".parse().expect("an address")],
     };
     attachment::attach(&mut domain, Path::new(RUN), &request).expect("attached");
     domain.to_text().expect("text")

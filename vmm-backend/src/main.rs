@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use outram_backend::{daemon, handover};
+use outram_wire::causes::with_causes;
 use tracing_subscriber::EnvFilter;
 
 /// Pages one guest's RAM between its host and memory servers.
@@ -44,7 +45,7 @@ fn main() -> ExitCode {
     match daemon::run(*flags) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("outram-backend: {error:#}");
+            eprintln!("outram-backend: {}", with_causes(error.as_ref()));
             ExitCode::FAILURE
         }
     }

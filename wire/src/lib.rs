@@ -4,6 +4,7 @@
 //! The crate knows nothing of userfaultfd, libvirt or how a server stores its slabs. Every format
 //! in it carries a version, and every length read from a peer is bounded before it is believed.
 
+pub mod causes;
 pub mod control;
 pub mod pki;
 pub mod scrape;

@@ -16,7 +16,7 @@ use crate::launch;
 use crate::libvirt::{Libvirt, LibvirtDomain};
 use crate::metadata;
 use crate::refusal::{self, Refusal};
-use crate::server_address::ServerAddress;
+use outram_wire::server::ServerAddress;
 
 /// Why a domain is not attached or detached.
 #[derive(Debug, thiserror::Error)]
@@ -43,7 +43,7 @@ pub enum AttachRefusal {
         refusals: Vec<Refusal>,
     },
     /// No server anywhere.
-    #[error("no memory server is named: give --server HOST:PORT, or set 'servers' in {0}")]
+    #[error("no memory server is named: give --server HOST[:PORT], or set 'servers' in {0}")]
     NoServer(std::path::PathBuf),
 }
 
@@ -64,7 +64,7 @@ pub struct AttachArguments {
     /// A memory server; may be repeated, in order of preference
     ///
     /// Without it the domain keeps the servers it has, or uses those of /etc/outram/backend.toml.
-    #[arg(long, value_name = "HOST:PORT", value_parser = parse_server)]
+    #[arg(long, value_name = "HOST[:PORT]", value_parser = parse_server)]
     server: Vec<ServerAddress>,
     /// Show what would change, and change nothing
     #[arg(long)]

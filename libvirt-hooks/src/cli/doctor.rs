@@ -8,13 +8,13 @@ use anyhow::Result;
 use clap::Args;
 
 use super::host_checks;
-use crate::causes::with_causes;
 use crate::daemons::{Daemon, RELOAD_STAMP};
 use crate::domain_xml::DomainXml;
 use crate::hook::STAMP_FILE;
 use crate::host::{HostSettings, Paths};
 use crate::libvirt::{Libvirt, Version};
 use crate::{metadata, refusal};
+use outram_wire::causes::with_causes;
 
 /// The oldest versions that Outram supports.
 const LIBVIRT_OLDEST: Version = Version(9, 0, 0);

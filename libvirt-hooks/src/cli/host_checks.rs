@@ -11,12 +11,12 @@ use outram_wire::tls::{self, TlsFiles};
 
 use super::doctor::{Check, knows_hook};
 use super::setup::HOOK_NAME;
-use crate::causes::with_causes;
 use crate::daemons;
 use crate::host::{self, HostSettings, Paths, is_executable};
-use crate::server_address::ServerAddress;
 use crate::shmem_thp;
 use crate::uffd_probe;
+use outram_wire::causes::with_causes;
+use outram_wire::server::ServerAddress;
 
 /// The oldest kernel with all that the hand-over needs.
 const KERNEL_OLDEST: (u32, u32) = (6, 1);
@@ -300,7 +300,7 @@ pub(super) fn servers(servers: &[ServerAddress]) -> Vec<Check> {
 
 fn reach(server: &ServerAddress) -> io::Result<()> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in server.as_str().to_socket_addrs()? {
+    for address in (server.host(), server.port()).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
             Ok(_) => return Ok(()),
             Err(error) => last = error,

@@ -23,7 +23,7 @@ pub const DEFAULT_SETTINGS: &str = "\
 # A line with '#' in front shows what applies without it, or an example.
 
 # Memory servers of domains that name none themselves.
-# servers = [\"10.0.0.2:7070\"]
+# servers = [\"10.0.0.2:7741\"]
 
 # This host's identity: 'outram pki issue client' makes it.
 # tls-ca = \"/etc/outram/pki/ca.pem\"

@@ -46,7 +46,7 @@ pub struct Flags {
     pub local: Option<u64>,
 
     /// A memory server; may be given several times [default: 'servers' of the configuration]
-    #[arg(long = "server", value_name = "ADDR[:PORT]")]
+    #[arg(long = "server", value_name = "HOST[:PORT]")]
     pub servers: Vec<ServerAddress>,
 
     /// User and group that QEMU runs as: owner of the vhost-user socket [default: our own]
@@ -84,6 +84,16 @@ pub struct Flags {
     /// Seconds to wait for QEMU to connect before giving up [default: 120]
     #[arg(long, value_name = "SECONDS")]
     pub connect_timeout: Option<u64>,
+}
+
+impl Flags {
+    /// The guest's directory, as far as flags alone can tell.
+    pub(super) fn likely_dir(&self) -> PathBuf {
+        let run_dir = self.run_dir.clone();
+        run_dir
+            .unwrap_or_else(|| DEFAULT_RUN_DIR.into())
+            .join(self.uuid.to_string())
+    }
 }
 
 /// The configuration file. Unknown keys are errors.

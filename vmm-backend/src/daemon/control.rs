@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
+use outram_wire::causes::with_causes;
 use outram_wire::control::{
     CONTROL_VERSION, Envelope, FrameError, Reply, Request, read_frame, write_frame,
 };
@@ -91,7 +92,7 @@ fn answer(envelope: Envelope, daemon: &Daemon) -> Reply {
                 tracing::info!(%limit, "tuned");
                 Reply::Done
             }
-            Err(error) => Reply::Refused(error_chain(&error)),
+            Err(error) => Reply::Refused(with_causes(&error)),
         },
         (Request::Tune(_), _) => {
             Reply::Refused("there is no guest to tune: it has not started, or has ended".into())
@@ -107,14 +108,4 @@ fn answer(envelope: Envelope, daemon: &Daemon) -> Reply {
             Reply::Done
         }
     }
-}
-
-fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text += &format!(": {cause}");
-        source = cause.source();
-    }
-    text
 }

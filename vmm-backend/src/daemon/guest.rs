@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use outram_wire::causes::with_causes;
 use outram_wire::control::Counters;
 use rustix::process::Signal;
 
@@ -152,7 +153,7 @@ impl GuestDoor {
                 Ok(Some(guest)) => self.daemon.set_stage(Stage::Serving(Arc::new(guest))),
                 Ok(None) => return,
                 Err(error) => {
-                    let reason = format!("{error:#}");
+                    let reason = with_causes(error.as_ref());
                     tracing::error!(%reason, "the guest's memory is refused");
                     self.daemon.set_stage(Stage::Refused(reason));
                 }

@@ -14,11 +14,14 @@ mod stage;
 mod surroundings;
 mod termination;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+use outram_wire::causes::with_causes;
 
 pub use config::{Config, ConfigError, Flags};
 
@@ -38,14 +41,26 @@ const REFUSAL_LINGER: Duration = Duration::from_secs(60);
 /// Runs the backend of one guest until that guest has ended. Refuses with a reason, which is also
 /// left in the file `error` of the guest's directory.
 pub fn run(flags: Flags) -> anyhow::Result<()> {
-    let config = Config::gather(flags)?;
+    // A configuration that is not understood may name another directory: nobody would look there.
+    let likely = flags.likely_dir();
+    let config = Config::gather(flags)
+        .map_err(anyhow::Error::from)
+        .inspect_err(|error| leave_reason(&likely, error))?;
     let dir = RunDir::create(&config.dir)?;
     let result = serve(config, &dir);
     match &result {
         Ok(()) => dir.remove(),
-        Err(error) => dir.leave_error(&format!("{error:#}")),
+        Err(error) => dir.leave_error(&with_causes(error.as_ref())),
     }
     result
+}
+
+/// Leaves the reason of a refusal, unless another backend of the guest is at work there.
+fn leave_reason(dir: &Path, error: &anyhow::Error) {
+    match RunDir::create(dir) {
+        Ok(dir) => dir.leave_error(&format!("{error:#}")),
+        Err(other) => tracing::warn!("the reason cannot be left in a file: {other:#}"),
+    }
 }
 
 fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {

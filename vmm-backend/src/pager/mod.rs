@@ -86,7 +86,7 @@ pub enum PagerError {
     Remote(#[from] RemoteError),
     /// No memory server is named.
     #[error(
-        "no memory server is named: give --server ADDR:PORT to 'outram attach', or 'servers' in /etc/outram/backend.toml"
+        "no memory server is named: give --server HOST[:PORT] to 'outram attach', or 'servers' in /etc/outram/backend.toml"
     )]
     NoServer,
     /// More RAM than the domain's XML says.

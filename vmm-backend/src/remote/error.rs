@@ -95,21 +95,3 @@ pub enum RemoteError {
         source: std::io::Error,
     },
 }
-
-/// An error with its causes, in one line.
-pub struct Chain<'a>(pub &'a dyn std::error::Error);
-
-impl std::fmt::Display for Chain<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.0)?;
-        let mut source = self.0.source();
-        while let Some(error) = source {
-            let words = error.to_string();
-            if !self.0.to_string().contains(&words) {
-                write!(f, ": {words}")?;
-            }
-            source = error.source();
-        }
-        Ok(())
-    }
-}

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use outram_wire::causes::with_causes;
 use outram_wire::server::channel::{ChannelError, EventFd, Received};
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::{InstanceId, Purpose, SlabId};
@@ -17,7 +18,7 @@ use super::connect::{Dialer, Greeted};
 use super::exchange::{Asked, Link};
 use super::opener::{Opener, Opening};
 use super::session::{Order, Orders, SessionStatus, Shared};
-use super::{Chain, RemoteConfig, RemoteError, ServerAddress, SessionEvent};
+use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
 
 /// Why the keeper stops serving a link.
 pub(super) enum LinkEnd {
@@ -275,8 +276,8 @@ impl Keeper {
                 self.ask(link, Asked::DataToken(role))
             }
             Order::DataFailed(role, error) => {
-                tracing::warn!(role, "{}", Chain(&error));
-                self.show(|status| status.detail = Some(Chain(&error).to_string()));
+                tracing::warn!(role, "{}", with_causes(&error));
+                self.show(|status| status.detail = Some(with_causes(&error)));
                 self.retry_role(role);
                 Ok(())
             }
@@ -351,7 +352,7 @@ impl Keeper {
     }
 
     fn tell_down(&self, error: RemoteError) {
-        let words = Chain(&error).to_string();
+        let words = with_causes(&error);
         let changed = self.shared.status().detail.as_ref() != Some(&words);
         if changed {
             tracing::warn!(server = %self.dialer.address, "{words}");

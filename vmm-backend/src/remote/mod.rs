@@ -9,12 +9,10 @@
 //! have happened, and is its owner's to submit again on the next one. The server admits a new
 //! session's connections only after every older one has ended, so no old write lands later.
 
-use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use outram_wire::server::{DEFAULT_PORT, InstanceId, Refusal, SessionSecret, SlabId};
+use outram_wire::server::{InstanceId, Refusal, SessionSecret, SlabId};
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::VmId;
 
@@ -30,78 +28,9 @@ mod session_tests;
 
 pub use connect::observe;
 pub use connection::{DataConn, ExtentError, SubmitError};
-pub use error::{Chain, RemoteError};
-pub use outram_wire::server::Extent;
+pub use error::RemoteError;
+pub use outram_wire::server::{AddressError, Extent, ServerAddress};
 pub use session::{Session, SessionStatus};
-
-/// Where a memory server listens: `host`, `host:port`, `192.0.2.1:port` or `[2001:db8::1]:port`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct ServerAddress {
-    host: String,
-    port: u16,
-}
-
-/// The text is no server's address.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "'{0}' is not a server's address: expected host:port, such as mem1.example:{DEFAULT_PORT}, 192.0.2.1:{DEFAULT_PORT} or [2001:db8::1]:{DEFAULT_PORT}"
-)]
-pub struct AddressError(String);
-
-impl ServerAddress {
-    /// The host's name or address, without brackets.
-    pub fn host(&self) -> &str {
-        &self.host
-    }
-
-    /// The port.
-    pub fn port(&self) -> u16 {
-        self.port
-    }
-}
-
-impl FromStr for ServerAddress {
-    type Err = AddressError;
-
-    fn from_str(text: &str) -> Result<Self, AddressError> {
-        let bad = || AddressError(text.to_owned());
-        let (host, rest) = match text.strip_prefix('[') {
-            Some(inner) => {
-                let (host, rest) = inner.split_once(']').ok_or_else(bad)?;
-                let _: std::net::Ipv6Addr = host.parse().map_err(|_| bad())?;
-                (host, rest)
-            }
-            None => text.split_at(text.find(':').unwrap_or(text.len())),
-        };
-        let port = match rest.strip_prefix(':') {
-            None if rest.is_empty() => DEFAULT_PORT,
-            None => return Err(bad()),
-            Some(digits) if digits.bytes().all(|digit| digit.is_ascii_digit()) => {
-                digits.parse().map_err(|_| bad())?
-            }
-            Some(_) => return Err(bad()),
-        };
-        let named = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-        let legal = host.contains(':') || host.chars().all(named);
-        if host.is_empty() || !legal || port == 0 {
-            return Err(bad());
-        }
-        Ok(Self {
-            host: host.to_owned(),
-            port,
-        })
-    }
-}
-
-impl fmt::Display for ServerAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.host.contains(':') {
-            write!(f, "[{}]:{}", self.host, self.port)
-        } else {
-            write!(f, "{}:{}", self.host, self.port)
-        }
-    }
-}
 
 /// What every session of a guest shares.
 #[derive(Clone, Debug)]
@@ -214,34 +143,4 @@ pub enum SessionEvent {
         /// Which server.
         server: usize,
     },
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_keep_their_form() {
-        for (text, shown) in [
-            ("mem1:7000", "mem1:7000"),
-            ("mem1.example", "mem1.example:7741"),
-            ("192.0.2.1:80", "192.0.2.1:80"),
-            ("[2001:db8::1]:80", "[2001:db8::1]:80"),
-            ("[::1]", "[::1]:7741"),
-        ] {
-            let address: ServerAddress = text.parse().expect(text);
-            assert_eq!(address.to_string(), shown);
-        }
-    }
-
-    #[test]
-    fn nonsense_is_no_address() {
-        for text in [
-            "", ":1", "a:", "a:0", "a:65536", "a:+1", "::1", "[::1", "[a]:1", "a b:1", "a/b:1",
-            "[::1]x",
-        ] {
-            let error = text.parse::<ServerAddress>().expect_err(text).to_string();
-            assert!(error.contains("expected host:port"), "{error}");
-        }
-    }
 }

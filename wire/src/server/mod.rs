@@ -11,11 +11,13 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+mod address;
 pub mod channel;
 pub mod clock;
 pub mod control;
 pub mod data;
 
+pub use address::{AddressError, ServerAddress};
 pub use control::{
     CONTROL_VERSIONS, ClientMessage, ClientStats, Hello, Purpose, Refusal, Reply, Request,
     ServerMessage, ServerStats, Welcome,
