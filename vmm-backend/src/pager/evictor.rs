@@ -18,6 +18,9 @@ use crate::engine::{PageIndex, PageRun, SharedRef};
 /// waits for the shard to read one event.
 const MAPPING_PAUSE: Duration = Duration::from_micros(50);
 
+/// Pause after a run that the kernel refused to evict, for it is handed out again at once.
+const REFUSAL_PAUSE: Duration = Duration::from_millis(100);
+
 /// What an evictor works on.
 pub(super) struct Evictor {
     /// The shard's userfaultfd.
@@ -40,6 +43,7 @@ impl Evictor {
             while !run.has_ended() {
                 if let Err(error) = run.advance(&shared, &mut self) {
                     tracing::debug!(first = run.pages.first.0, %error, "a run was not evicted");
+                    std::thread::sleep(REFUSAL_PAUSE);
                 }
             }
             self.shard.send(ShardEvent::RunDone(Box::new(run)));

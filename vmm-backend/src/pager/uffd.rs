@@ -8,6 +8,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use userfaultfd::{EventBuffer, RegisterMode};
 
@@ -243,9 +245,19 @@ fn install_outcome(error: &io::Error) -> Install {
         _ => {
             // EINVAL and EFAULT would be mistakes of ours: nothing was changed, so the guest
             // stands still rather than goes on with wrong bytes.
-            tracing::error!(%error, "userfaultfd refused to install a page");
+            report_refusal(error);
             Install::Again
         }
+    }
+}
+
+/// Logs at most once a second: what is refused is tried again at once.
+fn report_refusal(error: &io::Error) {
+    static LAST: Mutex<Option<Instant>> = Mutex::new(None);
+    let Ok(mut last) = LAST.lock() else { return };
+    if last.is_none_or(|last| last.elapsed() >= Duration::from_secs(1)) {
+        *last = Some(Instant::now());
+        tracing::error!(%error, "userfaultfd refuses to install a page: the guest waits for it");
     }
 }
 
