@@ -15,23 +15,28 @@ give_up() { # what failed: counted, so that the closing line tells
   exit 1
 }
 
-tests/scripts/prepare.sh || give_up "FAILED: what the tests need could not be installed"
-mkdir -p target
-tests/scripts/clean-state.sh --stale || give_up "FAILED: leftovers of an interrupted run could not be removed"
-images/build.sh >/dev/null || give_up "FAILED: the test guest could not be built"
-cargo build --workspace || give_up "FAILED: the workspace does not build"
+# In a function, so that bash has read all of it before it starts: the file may change meanwhile.
+run_all() {
+  tests/scripts/prepare.sh || give_up "FAILED: what the tests need could not be installed"
+  mkdir -p target
+  tests/scripts/clean-state.sh --stale || give_up "FAILED: leftovers of an interrupted run could not be removed"
+  images/build.sh >/dev/null || give_up "FAILED: the test guest could not be built"
+  cargo build --workspace || give_up "FAILED: the workspace does not build"
 
-cargo test --workspace --no-fail-fast "$@" 2>&1 | tee "$log"
-status=${PIPESTATUS[0]}
+  cargo test --workspace --no-fail-fast "$@" 2>&1 | tee "$log"
+  status=${PIPESTATUS[0]}
 
-# 'test result: ok. 3 passed; 0 failed; 1 ignored; …', one line for each program. A program that
-# ended without such a line (it did not build, or crashed) shows in cargo's status alone.
-read -r passed failed skipped < <(awk '
-  /^test result: / { for (i = 1; i < NF; i++) {
-    if ($(i+1) ~ /^passed/) p += $i; if ($(i+1) ~ /^failed/) f += $i; if ($(i+1) ~ /^ignored/) s += $i } }
-  END { print p+0, f+0, s+0 }' "$log")
-if [ "$status" != 0 ] && [ "$failed" = 0 ]; then failed=1; fi
-if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -E '^SKIPPED|\.\.\. ignored' "$log" | sed 's/^/  /'; fi
-if [ "$failed" != 0 ]; then echo; echo "failed:"; grep -E '\.\.\. FAILED' "$log" | sed 's/^/  /'; fi
-echo "$passed passed, $failed failed, $skipped skipped" | tee target/test-summary
-[ "$failed" = 0 ]
+  # 'test result: ok. 3 passed; 0 failed; 1 ignored; …', one line for each program. A program that
+  # ended without such a line (it did not build, or crashed) shows in cargo's status alone.
+  read -r passed failed skipped < <(awk '
+    /^test result: / { for (i = 1; i < NF; i++) {
+      if ($(i+1) ~ /^passed/) p += $i; if ($(i+1) ~ /^failed/) f += $i; if ($(i+1) ~ /^ignored/) s += $i } }
+    END { print p+0, f+0, s+0 }' "$log")
+  if [ "$status" != 0 ] && [ "$failed" = 0 ]; then failed=1; fi
+  if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -E '^SKIPPED|\.\.\. ignored' "$log" | sed 's/^/  /'; fi
+  if [ "$failed" != 0 ]; then echo; echo "failed:"; grep -E '\.\.\. FAILED' "$log" | sed 's/^/  /'; fi
+  echo "$passed passed, $failed failed, $skipped skipped" | tee target/test-summary
+  [ "$failed" = 0 ]
+}
+
+run_all "$@"; exit
