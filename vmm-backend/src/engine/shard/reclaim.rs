@@ -104,7 +104,12 @@ impl<P: Ports> Shard<P> {
             let removed = self.removed_while_busy.remove(&page);
             if removed.is_some_and(|is_certain| is_certain || stays) {
                 self.remove(page);
-            } else if let Some(pending) = self.pending.remove(&page) {
+            }
+            // Also where the page was touched again after its discard, and so stays.
+            let pending = self.pending.get(&page);
+            if pending.is_some_and(|pending| pending.wait == Wait::Run)
+                && let Some(pending) = self.pending.remove(&page)
+            {
                 self.resolve(page, pending);
             }
         }
