@@ -36,6 +36,9 @@ const RETRY: Timespec = Timespec {
     tv_nsec: 100_000,
 };
 
+/// Retries in a row between two discards: some 100 µs, longer than their caller takes to go on.
+const RETRIES_AT_ONCE: usize = 100;
+
 /// What a shard's thread is told.
 pub(super) enum ShardEvent {
     /// An evictor hands a run back.
@@ -216,6 +219,7 @@ impl ShardThread {
                     .on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
             }
             self.shard.pump();
+            self.retry_between_discards();
             self.publish();
         }
     }
@@ -229,6 +233,24 @@ impl ShardThread {
             ports.demand.lines(),
             retry,
         )
+    }
+
+    /// A COPY is refused from the start of a discard until its caller has gone on after we read the
+    /// event. A guest that inflates its balloon discards page by page, with a moment in between
+    /// that is neither now nor when the next event comes: it has to be waited for.
+    fn retry_between_discards(&mut self) {
+        for _ in 0..RETRIES_AT_ONCE {
+            if !self.shard.has_retries() {
+                return;
+            }
+            // Its caller may need this very processor.
+            std::thread::yield_now();
+            self.shard.retry();
+            // The next discard has begun.
+            if self.shard.ports().uffd.has_messages() {
+                return;
+            }
+        }
     }
 
     fn read_uffd(&mut self, events: &mut Events) {

@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use userfaultfd::{EventBuffer, RegisterMode};
 
 use crate::engine::Install;
@@ -197,6 +198,13 @@ impl Uffd {
         self.inner
             .wake(start as *mut libc::c_void, length as usize)
             .map_err(io_error)
+    }
+
+    /// Whether something has come.
+    pub(super) fn has_messages(&self) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
+        // A failure shows at the next read.
+        !matches!(poll(&mut fds, Some(&Timespec::default())), Ok(0))
     }
 
     /// Reads what has come, at most one buffer full.

@@ -351,13 +351,18 @@ impl<P: Ports> Shard<P> {
         self.refuse_all_pins();
     }
 
-    /// Brings everything forward that waits for something else than an event.
-    pub fn pump(&mut self) {
+    /// Tries again what the VMM's changing mappings were in the way of.
+    pub fn retry(&mut self) {
         for page in std::mem::take(&mut self.retries) {
             if let Some(pending) = self.pending.remove(&page) {
                 self.resolve(page, pending);
             }
         }
+    }
+
+    /// Brings everything forward that waits for something else than an event.
+    pub fn pump(&mut self) {
+        self.retry();
         while self.shared.budget.used() < self.shared.budget.limit() {
             let Some(page) = self.waiting_for_room.pop_front() else {
                 break;
