@@ -11,6 +11,18 @@ use outram_tests::hermetic::host::Host;
 use outram_tests::hermetic::server::MemServer;
 use outram_wire::control::Status;
 
+/// What a test lacks here: it is reported as ignored, for this reason.
+#[derive(Debug)]
+pub(crate) struct Skipped(pub(crate) String);
+
+impl std::fmt::Display for Skipped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Skipped {}
+
 /// The private host that all tests share.
 pub(crate) struct Lab {
     pub(crate) host: Host,
@@ -30,6 +42,9 @@ impl Lab {
         let result = test(self);
         note_duration(name, start.elapsed());
         result.map_err(|error| {
+            if error.is::<Skipped>() {
+                return error;
+            }
             let to = logs().join(name);
             match self.host.keep_logs(&to) {
                 Ok(()) => error.context(format!("logs are in {}", to.display())),

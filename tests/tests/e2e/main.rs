@@ -19,8 +19,8 @@ mod tune;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use fixture::Lab;
-use libtest_mimic::{Arguments, Failed, Trial};
+use fixture::{Lab, Skipped};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use outram_tests::hermetic::sandbox::{self, Side};
 
 /// A test: its name and what it does.
@@ -77,12 +77,20 @@ fn trials(lab: Option<Arc<Lab>>) -> Vec<Trial> {
         .map(|(name, test)| match &lab {
             Some(lab) => {
                 let lab = Arc::clone(lab);
-                Trial::test(name, move || {
-                    lab.run(name, test)
-                        .map_err(|error| Failed::from(format!("{error:#}")))
-                })
+                Trial::ignorable_test(name, move || outcome(lab.run(name, test)))
             }
             None => Trial::test(name, || Ok(())).with_ignored_flag(true),
         })
         .collect()
+}
+
+/// A test that cannot run here is ignored, with its reason; never passed.
+fn outcome(result: anyhow::Result<()>) -> Result<Completion, Failed> {
+    match result {
+        Ok(()) => Ok(Completion::Completed),
+        Err(error) => match error.downcast_ref::<Skipped>() {
+            Some(skipped) => Ok(Completion::ignored_with(skipped)),
+            None => Err(Failed::from(format!("{error:#}"))),
+        },
+    }
 }

@@ -8,7 +8,7 @@ use outram_tests::hermetic::sampler::{Sampler, Stated};
 use outram_tests::hermetic::server::MemServer;
 
 use crate::Test;
-use crate::fixture::{LONG, Lab, RAM_MIB, SHARE, demand_no_mismatch, power_off};
+use crate::fixture::{LONG, Lab, RAM_MIB, SHARE, Skipped, demand_no_mismatch, power_off};
 
 pub(crate) const TESTS: &[Test] = &[
     ("ratio_0_75", |lab| at(lab, &["--local-ratio", "0.75"])),
@@ -109,7 +109,8 @@ fn hard_limit(lab: &Lab) -> Result<()> {
         &["--local", "64MiB"],
         &server.address,
     )?;
-    let group = HardLimit::new(limit_bytes + OVERHEAD_BYTES)?;
+    let group = HardLimit::new(limit_bytes + OVERHEAD_BYTES)
+        .map_err(|reason| Skipped(format!("{reason:#}")))?;
     let libvirtd = lab.host.libvirtd_pid()?;
     // What libvirtd starts is in its cgroup from its first instruction on.
     group.add(libvirtd)?;

@@ -39,7 +39,7 @@ fn push_out(guest: &mut Guest) -> Result<()> {
 
 fn start_queue(guest: &mut Guest, queue: u64) -> Result<()> {
     let command = json!({"do": "disk-start", "queue": queue, "size": 128,
-        "page": RINGS + 8 * queue, "event_idx": queue % 2 == 0});
+        "page": RINGS + 8 * queue, "event_idx": queue.is_multiple_of(2)});
     guest.vmm.command(command).map(drop)
 }
 
