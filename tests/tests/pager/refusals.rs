@@ -54,7 +54,7 @@ fn demand(lab: &Lab, more: &[&str], words: &[&str]) -> Result<()> {
     ensure!(!dir.join("vhost.sock").exists(), "a socket is left");
     let error = fs::read_to_string(dir.join("error")).unwrap_or_default();
     ensure!(
-        line.ends_with(error.trim()) && !error.is_empty(),
+        line.strip_prefix("outram-backend: ") == error.strip_suffix('\n'),
         "'{error}' is not '{line}'"
     );
     Ok(())
@@ -137,8 +137,16 @@ fn wrong(lab: &Lab) -> Result<()> {
         ensure!(ended.stderr.contains("--local-ratio"), "{}", ended.said());
     }
     let config = lab.path("typo.toml");
-    fs::write(&config, "sevrers = [\"127.0.0.1:1\"]")?;
+    fs::write(&config, "\nsevrers = [\"127.0.0.1:1\"]")?;
     let path = config.display().to_string();
     let typo = ["--local-ratio", "0.5", "--config", &path];
-    demand(lab, &typo, &["typo.toml", "sevrers"])
+    demand(
+        lab,
+        &typo,
+        &[
+            "typo.toml is not understood in line 2",
+            "sevrers",
+            "expected",
+        ],
+    )
 }

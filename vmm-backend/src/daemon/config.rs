@@ -123,14 +123,16 @@ pub enum ConfigError {
         #[source]
         source: std::io::Error,
     },
-    /// The file is not understood.
-    #[error("{} is not understood: {}", path.display(), source.message())]
+    /// The file is not understood. The reason is part of the message, for TOML's own text has
+    /// several lines.
+    #[error("{} is not understood{}: {}", path.display(), line_of(text, reason), reason.message())]
     Parse {
         /// Which.
         path: PathBuf,
+        /// What is in it.
+        text: String,
         /// Where and why.
-        #[source]
-        source: Box<toml::de::Error>,
+        reason: Box<toml::de::Error>,
     },
     /// A server's address.
     #[error("'servers' of the configuration")]
@@ -258,8 +260,17 @@ fn read(path: &Path) -> Result<File, ConfigError> {
         path: path.to_owned(),
         source,
     })?;
-    toml::from_str(&text).map_err(|source| ConfigError::Parse {
+    toml::from_str(&text).map_err(|reason| ConfigError::Parse {
         path: path.to_owned(),
-        source: Box::new(source),
+        text,
+        reason: Box::new(reason),
+    })
+}
+
+/// Where in a text an error is, in words.
+fn line_of(text: &str, error: &toml::de::Error) -> String {
+    let before = error.span().and_then(|span| text.get(..span.start));
+    before.map_or_else(String::new, |before| {
+        format!(" in line {}", before.matches('\n').count() + 1)
     })
 }
