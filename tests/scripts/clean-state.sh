@@ -10,18 +10,19 @@ cd "$(dirname "$0")/../.."
 records=target/sandboxes   # one file a run: PID, its content: start time in ticks since boot
 
 start_time() { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
-alive() { [ -n "$1" ] && [ "$(start_time "$1")" = "$(cat "$records/$1")" ]; }
+alive() { [ -n "$2" ] && [ "$(start_time "$1")" = "$2" ]; } # PID START_TIME
 
 if [ -d "$records" ]; then
   for record in "$records"/*; do
     [ -e "$record" ] || continue
     pid=$(basename "$record")
-    if alive "$pid"; then
+    started=$(cat "$record" 2>/dev/null || true)   # its owner may be removing it just now
+    if alive "$pid" "$started"; then
       [ "${1:-}" = --stale ] && continue
       echo "ending the run of process $pid"
       kill -TERM "$pid" 2>/dev/null || true
-      for _ in 1 2 3 4 5 6 7 8 9 10; do alive "$pid" || break; sleep 0.3; done
-      if alive "$pid"; then kill -KILL "$pid"; sleep 0.5; fi
+      for _ in 1 2 3 4 5 6 7 8 9 10; do alive "$pid" "$started" || break; sleep 0.3; done
+      if alive "$pid" "$started"; then kill -KILL "$pid" 2>/dev/null || true; sleep 0.5; fi
     fi
     rm -f "$record"
   done
