@@ -14,6 +14,8 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
@@ -27,6 +29,9 @@ const STAGE: &str = "OUTRAM_SANDBOX_STAGE";
 
 /// Names the outside process to the others: cgroups are named for it.
 const OWNER: &str = "OUTRAM_SANDBOX_OWNER";
+
+/// Exit status after Ctrl-C, as shells have it.
+const INTERRUPTED: u8 = 130;
 
 /// Start of the names of our cgroups; the rest is the outside process's id.
 const CGROUP_PREFIX: &str = "outram-test-";
@@ -171,23 +176,31 @@ fn outside() -> Result<u8> {
         .env(OWNER, std::process::id().to_string())
         .spawn()
         .context("setpriv could not be run")?;
-    end_on_signal(signals, &child);
+    let interrupted = end_on_signal(signals, &child);
     let status = child.wait().context("waiting for the sandbox")?;
     // Ends with ECHILD: once process 1 is reaped, nothing of the namespace is left.
     while wait().is_ok() {}
     remove_stale_cgroups();
+    if interrupted.load(Ordering::Relaxed) {
+        return Ok(INTERRUPTED);
+    }
     Ok(code_of(status))
 }
 
-fn end_on_signal(mut signals: Signals, child: &Child) {
+/// Ends the sandbox on the first signal; the flag then says so.
+fn end_on_signal(mut signals: Signals, child: &Child) -> Arc<AtomicBool> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&interrupted);
     let child = Pid::from_raw(child.id() as i32);
     std::thread::spawn(move || {
         if signals.forever().next().is_some() {
+            flag.store(true, Ordering::Relaxed);
             eprintln!("interrupted: ending the sandbox and all in it");
             // The only failure is that it has ended by itself.
             let _ = kill(child, Signal::SIGKILL);
         }
     });
+    interrupted
 }
 
 fn code_of(status: ExitStatus) -> u8 {
