@@ -161,9 +161,9 @@ fn arguments(lab: &Lab) -> Result<()> {
                 "--local-ratio",
                 "0.5",
                 "--server",
-                "nonsense",
+                "10.0.0.1:99999",
             ],
-            &["nonsense", "port"],
+            &["10.0.0.1:99999", "port"],
         ),
         (
             &[
