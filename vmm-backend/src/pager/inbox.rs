@@ -69,11 +69,15 @@ impl<T> Messages<T> {
     }
 
     /// Hears the ring: to be called before the messages are read.
+    ///
+    /// The eventfd first, then the flag. The other way round a ring in between would be heard and
+    /// the flag stay set: nobody would ring again. A sender that still finds the flag set has
+    /// queued its message before; the swap makes that message visible.
     pub(super) fn hush(&self) {
-        self.bell.rung.store(false, Ordering::Release);
         let mut count = [0; 8];
         // Nothing to read is no error here.
         let _ = rustix::io::read(&self.bell.eventfd, &mut count);
+        self.bell.rung.swap(false, Ordering::AcqRel);
     }
 }
 
@@ -98,4 +102,44 @@ pub(super) fn inbox<T>() -> std::io::Result<(Inbox<T>, Messages<T>)> {
         },
         Messages { receiver, bell },
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    /// Senders ring as the reader hears: each message has to wake it, whenever it comes.
+    #[test]
+    fn no_ring_is_lost() {
+        const SENDERS: u64 = 2;
+        const EACH: u64 = 50_000;
+        let (inbox, messages) = inbox::<u64>().expect("an eventfd");
+        let sending: Vec<_> = (0..SENDERS)
+            .map(|_| {
+                let inbox = inbox.clone();
+                std::thread::spawn(move || (0..EACH).for_each(|number| inbox.send(number)))
+            })
+            .collect();
+        let mut left = SENDERS * EACH;
+        while left > 0 {
+            let mut fds = [PollFd::new(&messages, PollFlags::IN)];
+            let patience = Timespec {
+                tv_sec: 20,
+                tv_nsec: 0,
+            };
+            let rung = poll(&mut fds, Some(&patience)).expect("a sound descriptor");
+            assert_eq!(
+                rung, 1,
+                "{left} messages came without a ring, or not at all"
+            );
+            messages.hush();
+            while messages.next().is_some() {
+                left -= 1;
+            }
+        }
+        for thread in sending {
+            thread.join().expect("no panic");
+        }
+    }
 }
