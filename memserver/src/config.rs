@@ -125,7 +125,7 @@ pub struct Flags {
     /// override it. SIGHUP reads 'memory' from it again
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Address and port to listen on, such as 0.0.0.0:7741 or [::]:7741
+    /// Address and port to listen on, such as 0.0.0.0:7741; IPv6 goes in brackets
     #[arg(long, value_name = "ADDR:PORT")]
     pub listen: Option<SocketAddr>,
     /// Memory to lend at most, such as 64GiB; taken from the system only as slabs are leased
