@@ -6,6 +6,7 @@
 //! * [`host`] is the private machine: mounts, `virtlogd`, `libvirtd`, certificates, `outram setup`;
 //! * [`guest`] is a domain on it, driven through its serial [`console`];
 //! * [`server`] is a memory server process, [`proxy`] a line to it that can be cut;
+//! * [`suite`] runs tests in one;
 //! * [`sampler`] watches what a guest costs its host, [`hard_limit`] makes the kernel enforce it.
 
 pub mod command;
@@ -17,3 +18,4 @@ pub mod proxy;
 pub mod sampler;
 pub mod sandbox;
 pub mod server;
+pub mod suite;

@@ -9,19 +9,8 @@ use outram_tests::hermetic::console::{Answer, Console};
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::Host;
 use outram_tests::hermetic::server::MemServer;
+use outram_tests::hermetic::suite::Skipped;
 use outram_wire::control::Status;
-
-/// What a test lacks here: it is reported as ignored, for this reason.
-#[derive(Debug)]
-pub(crate) struct Skipped(pub(crate) String);
-
-impl std::fmt::Display for Skipped {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Skipped {}
 
 /// The private host that all tests share.
 pub(crate) struct Lab {

@@ -17,17 +17,16 @@ mod strangers;
 mod tune;
 
 use std::process::ExitCode;
-use std::sync::Arc;
 
-use fixture::{Lab, Skipped};
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
-use outram_tests::hermetic::sandbox::{self, Side};
+use fixture::Lab;
+use outram_tests::hermetic::sandbox;
+use outram_tests::hermetic::suite::{self, Suite};
 
 /// A test: its name and what it does.
-type Test = (&'static str, fn(&Lab) -> anyhow::Result<()>);
+type Test = suite::Test<Lab>;
 
-fn tests() -> Vec<Test> {
-    [
+fn main() -> ExitCode {
+    let tests = [
         checker::TESTS,
         operator::TESTS,
         refusals::TESTS,
@@ -38,59 +37,15 @@ fn tests() -> Vec<Test> {
         disk::TESTS,
         outage::TESTS,
         strangers::TESTS,
-    ]
-    .concat()
-}
-
-fn main() -> ExitCode {
-    let mut arguments = Arguments::from_args();
-    // Each guest wants a processor of its own, and there may be two.
-    arguments.test_threads.get_or_insert(1);
-    if arguments.list {
-        return libtest_mimic::run(&arguments, trials(None)).exit_code();
-    }
-    if let Some(reason) = sandbox::obstacle() {
-        eprintln!("\nSKIPPED: all end-to-end tests: {reason}\n");
-        return libtest_mimic::run(&arguments, trials(None)).exit_code();
-    }
-    match sandbox::enter() {
-        Ok(Side::Outside(code)) => return ExitCode::from(code),
-        Ok(Side::Inside) => {}
-        Err(error) => {
-            eprintln!("the sandbox could not be entered: {error:#}");
-            return ExitCode::FAILURE;
-        }
-    }
-    match Lab::new() {
-        Ok(lab) => libtest_mimic::run(&arguments, trials(Some(Arc::new(lab)))).exit_code(),
-        Err(error) => {
-            eprintln!("the private host could not be made: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-/// The tests on a host; without one, all of them ignored.
-fn trials(lab: Option<Arc<Lab>>) -> Vec<Trial> {
-    tests()
-        .into_iter()
-        .map(|(name, test)| match &lab {
-            Some(lab) => {
-                let lab = Arc::clone(lab);
-                Trial::ignorable_test(name, move || outcome(lab.run(name, test)))
-            }
-            None => Trial::test(name, || Ok(())).with_ignored_flag(true),
-        })
-        .collect()
-}
-
-/// A test that cannot run here is ignored, with its reason; never passed.
-fn outcome(result: anyhow::Result<()>) -> Result<Completion, Failed> {
-    match result {
-        Ok(()) => Ok(Completion::Completed),
-        Err(error) => match error.downcast_ref::<Skipped>() {
-            Some(skipped) => Ok(Completion::ignored_with(skipped)),
-            None => Err(Failed::from(format!("{error:#}"))),
-        },
-    }
+    ];
+    let suite = Suite {
+        what: "end-to-end tests",
+        obstacle: sandbox::obstacle,
+        // Each guest wants a processor of its own, and there may be two.
+        at_once: 1,
+        tests: tests.concat(),
+        furnish: Lab::new,
+        run: Lab::run,
+    };
+    suite.main()
 }

@@ -6,9 +6,10 @@ use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::hard_limit::HardLimit;
 use outram_tests::hermetic::sampler::{Sampler, Stated};
 use outram_tests::hermetic::server::MemServer;
+use outram_tests::hermetic::suite::Skipped;
 
 use crate::Test;
-use crate::fixture::{LONG, Lab, RAM_MIB, SHARE, Skipped, demand_no_mismatch, power_off};
+use crate::fixture::{LONG, Lab, RAM_MIB, SHARE, demand_no_mismatch, power_off};
 
 pub(crate) const TESTS: &[Test] = &[
     ("ratio_0_75", |lab| at(lab, &["--local-ratio", "0.75"])),

@@ -12,59 +12,23 @@ mod refusals;
 mod servers;
 
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use fixture::Lab;
-use libtest_mimic::{Arguments, Failed, Trial};
-use outram_tests::hermetic::sandbox::{self, Side};
+use outram_tests::hermetic::sandbox;
+use outram_tests::hermetic::suite::{self, Suite};
 
 /// A test: its name and what it does.
-type Test = (&'static str, fn(&Lab) -> anyhow::Result<()>);
-
-fn tests() -> Vec<Test> {
-    [races::TESTS, disk::TESTS, servers::TESTS, refusals::TESTS].concat()
-}
+type Test = suite::Test<Lab>;
 
 fn main() -> ExitCode {
-    let mut arguments = Arguments::from_args();
-    // Two, for several of them wait for a time-out while the processors are idle.
-    arguments.test_threads.get_or_insert(2);
-    if arguments.list {
-        return libtest_mimic::run(&arguments, trials(None)).exit_code();
-    }
-    if let Some(reason) = sandbox::obstacle_without_libvirt() {
-        eprintln!("\nSKIPPED: all tests of the pager: {reason}\n");
-        return libtest_mimic::run(&arguments, trials(None)).exit_code();
-    }
-    match sandbox::enter() {
-        Ok(Side::Outside(code)) => return ExitCode::from(code),
-        Ok(Side::Inside) => {}
-        Err(error) => {
-            eprintln!("the sandbox could not be entered: {error:#}");
-            return ExitCode::FAILURE;
-        }
-    }
-    match Lab::new() {
-        Ok(lab) => libtest_mimic::run(&arguments, trials(Some(Arc::new(lab)))).exit_code(),
-        Err(error) => {
-            eprintln!("the sandbox could not be furnished: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-/// The tests in a lab; without one, all of them ignored.
-fn trials(lab: Option<Arc<Lab>>) -> Vec<Trial> {
-    tests()
-        .into_iter()
-        .map(|(name, test)| match &lab {
-            Some(lab) => {
-                let lab = Arc::clone(lab);
-                Trial::test(name, move || {
-                    test(&lab).map_err(|error| Failed::from(format!("{error:#}")))
-                })
-            }
-            None => Trial::test(name, || Ok(())).with_ignored_flag(true),
-        })
-        .collect()
+    let suite = Suite {
+        what: "tests of the pager",
+        obstacle: sandbox::obstacle_without_libvirt,
+        // Several of them wait for a time-out while the processors are idle.
+        at_once: 2,
+        tests: [races::TESTS, disk::TESTS, servers::TESTS, refusals::TESTS].concat(),
+        furnish: Lab::new,
+        run: |lab, _, test| test(lab),
+    };
+    suite.main()
 }
