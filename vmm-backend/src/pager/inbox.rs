@@ -106,21 +106,29 @@ pub(super) fn inbox<T>() -> std::io::Result<(Inbox<T>, Messages<T>)> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
     use super::*;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-    /// Senders ring as the reader hears: each message has to wake it, whenever it comes.
+    /// Two senders that each wait for their message to be read: a lost ring leaves both waiting.
     #[test]
     fn no_ring_is_lost() {
-        const SENDERS: u64 = 2;
-        const EACH: u64 = 50_000;
-        let (inbox, messages) = inbox::<u64>().expect("an eventfd");
-        let sending: Vec<_> = (0..SENDERS)
-            .map(|_| {
-                let inbox = inbox.clone();
-                std::thread::spawn(move || (0..EACH).for_each(|number| inbox.send(number)))
-            })
-            .collect();
+        const SENDERS: usize = 2;
+        const EACH: usize = 50_000;
+        let (inbox, messages) = inbox::<usize>().expect("an eventfd");
+        let heard: Arc<[AtomicUsize; SENDERS]> = Arc::default();
+        for sender in 0..SENDERS {
+            let (inbox, heard) = (inbox.clone(), Arc::clone(&heard));
+            std::thread::spawn(move || {
+                for number in 0..EACH {
+                    inbox.send(sender);
+                    while heard[sender].load(Ordering::Acquire) <= number {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+        }
         let mut left = SENDERS * EACH;
         while left > 0 {
             let mut fds = [PollFd::new(&messages, PollFlags::IN)];
@@ -129,17 +137,12 @@ mod tests {
                 tv_nsec: 0,
             };
             let rung = poll(&mut fds, Some(&patience)).expect("a sound descriptor");
-            assert_eq!(
-                rung, 1,
-                "{left} messages came without a ring, or not at all"
-            );
+            assert_eq!(rung, 1, "{left} messages were never rung for");
             messages.hush();
-            while messages.next().is_some() {
+            while let Some(sender) = messages.next() {
+                heard[sender].fetch_add(1, Ordering::Release);
                 left -= 1;
             }
-        }
-        for thread in sending {
-            thread.join().expect("no panic");
         }
     }
 }
