@@ -19,14 +19,13 @@ enum Line {
     #[default]
     Down,
     /// Ready for requests.
-    Up(DataConn),
+    Up(Box<DataConn>),
     /// Taken out for a moment, while its replies are handled.
     Lent,
 }
 
 /// The demand reads of a shard.
 pub(super) struct DemandReads {
-    role: usize,
     shared: SharedRef,
     sessions: Arc<[Session]>,
     lines: Vec<Line>,
@@ -38,10 +37,9 @@ pub(super) struct DemandReads {
 }
 
 impl DemandReads {
-    /// No connection yet; `role` names this shard's at each session.
-    pub(super) fn new(role: usize, shared: SharedRef, sessions: Arc<[Session]>) -> Self {
+    /// No connection yet.
+    pub(super) fn new(shared: SharedRef, sessions: Arc<[Session]>) -> Self {
         Self {
-            role,
             shared,
             lines: sessions.iter().map(|_| Line::Down).collect(),
             sessions,
@@ -93,7 +91,7 @@ impl DemandReads {
     /// A new connection: what waited for one goes out.
     pub(super) fn connected(&mut self, server: ServerIndex, conn: DataConn) {
         self.drop_line_of(server);
-        self.lines[server] = Line::Up(conn);
+        self.lines[server] = Line::Up(Box::new(conn));
         self.submit_waiting();
     }
 
@@ -113,13 +111,13 @@ impl DemandReads {
             .iter()
             .enumerate()
             .filter_map(|(server, line)| match line {
-                Line::Up(conn) => Some((server, conn)),
+                Line::Up(conn) => Some((server, conn.as_ref())),
                 _ => None,
             })
     }
 
     /// Takes a connection out, to handle its replies.
-    pub(super) fn lend(&mut self, server: ServerIndex) -> Option<DataConn> {
+    pub(super) fn lend(&mut self, server: ServerIndex) -> Option<Box<DataConn>> {
         match std::mem::replace(&mut self.lines[server], Line::Lent) {
             Line::Up(conn) => Some(conn),
             other => {
@@ -130,7 +128,7 @@ impl DemandReads {
     }
 
     /// Puts a connection back; `alive` is false where it failed.
-    pub(super) fn give_back(&mut self, server: ServerIndex, conn: DataConn, alive: bool) {
+    pub(super) fn give_back(&mut self, server: ServerIndex, conn: Box<DataConn>, alive: bool) {
         self.lines[server] = Line::Up(conn);
         if alive {
             self.submit_waiting();
@@ -170,7 +168,13 @@ impl DemandReads {
     }
 
     fn drop_line(&mut self, server: ServerIndex) {
+        let generation = match &self.lines[server] {
+            Line::Up(conn) => Some(conn.generation()),
+            Line::Down | Line::Lent => None,
+        };
         self.drop_line_of(server);
-        self.sessions[server].reconnect_data(self.role);
+        if let Some(generation) = generation {
+            self.sessions[server].reconnect_data(generation);
+        }
     }
 }

@@ -247,7 +247,6 @@ impl PreparedPager {
             Arc::clone(&self.shared),
             Arc::clone(&self.staging),
             Arc::clone(&self.sessions),
-            self.config.shards as usize,
             inboxes.clone(),
             writer_messages,
         );
@@ -367,11 +366,7 @@ impl Parts<'_> {
             uffd,
             ram: Arc::clone(self.ram),
             staging: Arc::clone(&self.prepared.staging),
-            demand: DemandReads::new(
-                number,
-                Arc::clone(&shared),
-                Arc::clone(&self.prepared.sessions),
-            ),
+            demand: DemandReads::new(Arc::clone(&shared), Arc::clone(&self.prepared.sessions)),
             evictor: runs,
             writer: self.writer.clone(),
             others: others.map(|(_, inbox)| inbox.clone()).collect(),

@@ -83,7 +83,6 @@ pub(super) struct Writer {
     shared: SharedRef,
     staging: Arc<StagingArea>,
     sessions: Arc<[Session]>,
-    role: usize,
     shards: Vec<Inbox<ShardEvent>>,
     messages: Messages<WriterEvent>,
     gauges: Arc<WriterGauges>,
@@ -105,7 +104,6 @@ impl Writer {
         shared: SharedRef,
         staging: Arc<StagingArea>,
         sessions: Arc<[Session]>,
-        role: usize,
         shards: Vec<Inbox<ShardEvent>>,
         messages: Messages<WriterEvent>,
     ) -> Self {
@@ -115,7 +113,6 @@ impl Writer {
             conns: sessions.iter().map(|_| None).collect(),
             leases: vec![Lease::default(); sessions.len()],
             sessions,
-            role,
             shards,
             messages,
             gauges: Arc::default(),
@@ -337,8 +334,11 @@ impl Writer {
     }
 
     fn lose_conn(&mut self, server: ServerIndex) {
+        let generation = self.conns[server].as_ref().map(DataConn::generation);
         self.drop_conn(server);
-        self.sessions[server].reconnect_data(self.role);
+        if let Some(generation) = generation {
+            self.sessions[server].reconnect_data(generation);
+        }
     }
 
     fn drop_conn(&mut self, server: ServerIndex) {

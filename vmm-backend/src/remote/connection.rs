@@ -103,6 +103,8 @@ pub struct DataConn {
     sent_bytes: u64,
     received_bytes: u64,
     dead: bool,
+    /// The greeting that it was opened after.
+    pub(super) generation: u64,
 }
 
 impl std::fmt::Debug for DataConn {
@@ -149,7 +151,13 @@ impl DataConn {
             sent_bytes: 0,
             received_bytes: 0,
             dead: false,
+            generation: 0,
         }
+    }
+
+    /// Which greeting of its session it was opened after: the server's fence lies between two.
+    pub fn generation(&self) -> u64 {
+        self.generation
     }
 
     /// Asks for the bytes of `extents`; the reply under `id` holds them one after the other.

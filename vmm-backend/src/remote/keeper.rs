@@ -271,22 +271,29 @@ impl Keeper {
                 self.ask(link, Asked::Release(slab))
             }
             Order::Reserve(bytes, answer) => self.ask(link, Asked::Reserve(bytes, Some(answer))),
-            Order::OpenData(role) => {
-                self.retry_roles.retain(|(_, waiting)| *waiting != role);
-                self.ask(link, Asked::DataToken(role))
+            Order::DataLost(generation) if self.is_current(generation) => {
+                let reason = "one is dead: all are made anew, behind the server's fence";
+                let source = std::io::Error::new(std::io::ErrorKind::ConnectionReset, reason);
+                Err(LinkEnd::Failed(self.dialer.data_error(source)))
             }
-            Order::DataFailed(role, error) => {
+            Order::DataFailed(role, generation, error) if self.is_current(generation) => {
                 tracing::warn!(role, "{}", with_causes(&error));
                 self.show(|status| status.detail = Some(with_causes(&error)));
                 self.retry_role(role);
                 Ok(())
             }
+            // All have been opened anew since.
+            Order::DataLost(_) | Order::DataFailed(..) => Ok(()),
             Order::Close(answer) => {
                 let _ = answer.send(self.dialer.say_goodbye(&mut link.channel, link.next_id));
                 Err(LinkEnd::Over)
             }
             Order::Leave => Err(LinkEnd::Over),
         }
+    }
+
+    fn is_current(&self, generation: u64) -> bool {
+        self.generation.load(Ordering::Acquire) == generation
     }
 
     /// Does what is due: renewals, roles to be tried again, answers overdue.
@@ -326,7 +333,7 @@ impl Keeper {
                     let _ = answer.send(Err(RemoteError::Disconnected(address)));
                 }
                 // Every role gets a connection after the next greeting anyway.
-                Ok(Order::OpenData(_) | Order::DataFailed(..)) => {}
+                Ok(Order::DataLost(_) | Order::DataFailed(..)) => {}
                 Ok(Order::Close(answer)) => {
                     let greeted = self.dialer.control(&self.purpose);
                     let ended = greeted

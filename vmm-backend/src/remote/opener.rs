@@ -46,11 +46,14 @@ impl Opener {
             }
             let (server, role) = (self.server, opening.role);
             let told = match self.dialer.data(&opening.token) {
-                Ok(conn) => {
+                Ok(mut conn) => {
+                    conn.generation = opening.generation;
                     let event = SessionEvent::DataConnection { server, role, conn };
                     self.events.send(event).is_ok()
                 }
-                Err(error) => self.orders.give(Order::DataFailed(role, error)),
+                Err(error) => self
+                    .orders
+                    .give(Order::DataFailed(role, opening.generation, error)),
             };
             if !told {
                 return;

@@ -39,9 +39,10 @@ pub(super) enum Order {
     Lease,
     Release(SlabId),
     Reserve(u64, Sender<Result<(), RemoteError>>),
-    OpenData(usize),
-    /// The opener could not open the role's connection.
-    DataFailed(usize, RemoteError),
+    /// A data connection of this greeting is dead.
+    DataLost(u64),
+    /// The opener could not open the role's connection after this greeting.
+    DataFailed(usize, u64, RemoteError),
     Close(Sender<Result<(), RemoteError>>),
     Leave,
 }
@@ -140,9 +141,14 @@ impl Session {
         self.await_answer(self.answer_timeout, |answer| Order::Reserve(bytes, answer))
     }
 
-    /// Says that the role's data connection is dead: a new one is opened, tried until it stands.
-    pub fn reconnect_data(&self, role: usize) {
-        self.orders.give(Order::OpenData(role));
+    /// Says that a data connection is dead; `generation` is its [`DataConn::generation`]. All
+    /// connections are made anew, unless they were since: what the dead one had sent may still lie
+    /// unread at the server, and only the fence of a new greeting keeps such a write from landing
+    /// after one of the next connection.
+    ///
+    /// [`DataConn::generation`]: super::DataConn::generation
+    pub fn reconnect_data(&self, generation: u64) {
+        self.orders.give(Order::DataLost(generation));
     }
 
     /// How the session is.

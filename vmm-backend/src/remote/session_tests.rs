@@ -428,18 +428,27 @@ fn an_outage_is_told_and_survived() {
 }
 
 #[test]
-fn a_dead_data_connection_is_replaced_at_request() {
+fn a_dead_data_connection_is_replaced_behind_a_fence() {
     let pki = Pki::new();
     let server = serve(&pki, anywhere(), |_| {});
     let config = config(server.local_addr(), pki.client.clone());
     let mut owner = Owner::start(&config, 1).expect("a session");
     owner.connected();
     let slab = owner.lease();
-    drop(owner.conns.remove(&0));
-    owner.session.reconnect_data(0);
+    let dead = owner.conns.remove(&0).expect("a connection");
+    owner.session.reconnect_data(dead.generation());
     owner.connected();
+    assert_eq!(owner.ups, 2, "a new greeting");
+    // The same one is told dead again, late: it has been replaced.
+    owner.session.reconnect_data(dead.generation());
+    owner
+        .session
+        .reserve(SLAB)
+        .expect("orders are obeyed in turn");
     assert_eq!(owner.read(slab, 0, 1), [0]);
-    assert_eq!(owner.ups, 1);
+    assert!(owner.session.status().connected);
+    assert_eq!(owner.session.status().reconnections, 1);
+    assert_ne!(owner.conns[&0].generation(), dead.generation());
 }
 
 #[test]
