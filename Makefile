@@ -14,7 +14,7 @@ all: build
 
 build:
 	@tests/scripts/prepare.sh
-	cargo build --workspace
+	cargo build --workspace --profile $(or $(PROFILE),dev)
 
 demo:
 	@tests/scripts/prepare.sh
