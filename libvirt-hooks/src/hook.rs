@@ -5,9 +5,12 @@
 //!
 //! - `prepare` fails the start, with our stderr as the reason;
 //! - a failing `reconnect` makes libvirtd kill the running guest, and a line on stdout replaces
-//!   the domain's XML at `restore` and `migrate`: so everything but `prepare` exits 0, and
-//!   nothing is ever written to stdout;
+//!   the domain's XML at `restore` and `migrate`: so nothing is ever written to stdout, and
+//!   everything but `prepare` exits 0 (but for an arrival that cannot be noted, see `remember`);
 //! - libvirtd holds a lock meanwhile: libvirt is never called from here.
+//!
+//! `restore begin` and `migrate begin` come before the `prepare begin` of a guest whose memory arrives
+//! from elsewhere: they are remembered for it ([`crate::arrival`]).
 //!
 //! A domain that does not use Outram is recognised without parsing, so that no mistake of ours
 //! can keep it from starting. See <https://libvirt.org/hooks.html>.
@@ -19,7 +22,9 @@ use std::process::ExitCode;
 use std::{fs, io};
 
 use outram_wire::control::Phase;
+use outram_wire::incoming::Incoming;
 
+use crate::arrival::{self, Caller};
 use crate::backend_control::BackendControl;
 use crate::domain_xml::{DomainXml, DomainXmlError};
 use crate::host::{self, HostSettings, NoBackend, Paths, SettingsError};
@@ -94,6 +99,8 @@ pub fn run(arguments: &[String]) -> ExitCode {
             // The panic's own message is on stderr already.
             Err(_) => ExitCode::FAILURE,
         },
+        ("restore", "begin") => remember(&xml, &paths, Incoming::Restore),
+        ("migrate", "begin") => remember(&xml, &paths, Incoming::Migration),
         ("release", "end") => {
             if let Some(text) = release(&xml, &paths) {
                 say(&format!("Outram: {text}"));
@@ -125,11 +132,40 @@ fn leave_stamp(paths: &Paths) {
     }
 }
 
-/// Starts the backend of a domain that uses Outram.
-pub fn prepare(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
-    let Some(launch) = plan(&String::from_utf8_lossy(xml), paths)? else {
+/// Remembers, for the `prepare` that follows, that the guest's memory arrives from elsewhere.
+fn remember(xml: &[u8], paths: &Paths, incoming: Incoming) -> ExitCode {
+    match note_arrival(xml, paths, incoming) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say(&format!(
+                "Outram: cannot note in {} that this guest arrives by {incoming}: {error}",
+                paths.run.display()
+            ));
+            // As a fresh start it would lose what its disk held: this one is not to be begun. libvirt
+            // then leaves the saved image, and the guest on the other host, as they are.
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Notes an arrival. A domain whose XML or settings are no good is left to `prepare`, which refuses
+/// it with the reason.
+pub fn note_arrival(xml: &[u8], paths: &Paths, incoming: Incoming) -> io::Result<()> {
+    let Ok(domain) = DomainXml::parse(&String::from_utf8_lossy(xml)) else {
         return Ok(());
     };
+    match (metadata::read(&domain), domain.vm_id()) {
+        (Ok(Some(_)), Ok(vm)) => arrival::note(&paths.run, vm, incoming, Caller::of_this_process()),
+        _ => Ok(()),
+    }
+}
+
+/// Starts the backend of a domain that uses Outram.
+pub fn prepare(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
+    let Some(mut launch) = plan(&String::from_utf8_lossy(xml), paths)? else {
+        return Ok(());
+    };
+    launch.incoming = arrival::take(&paths.run, launch.vm, Caller::of_this_process());
     let huge = shmem_thp::find(Path::new(shmem_thp::SETTINGS));
     if !huge.is_empty() {
         return Err(HookError::HugeShmem(huge));
@@ -168,6 +204,7 @@ fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
         ram_bytes: domain.ram_bytes()?,
         settings,
         socket_user: qemu_user::find(&domain, &paths.qemu_conf),
+        incoming: None,
         systemd: paths.systemd,
         config: paths.config_is_given.then(|| paths.config.clone()),
     }))
@@ -177,6 +214,7 @@ fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
 pub fn release(xml: &[u8], paths: &Paths) -> Option<String> {
     let domain = DomainXml::parse(&String::from_utf8_lossy(xml)).ok()?;
     let vm = domain.vm_id().ok()?;
+    arrival::forget(&paths.run, vm);
     let run_dir = paths.run.join(vm.to_string());
     let control = BackendControl::of(&run_dir);
     match control.status() {

@@ -14,6 +14,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use outram_wire::control::{Phase, Status};
+use outram_wire::incoming::Incoming;
 use outram_wire::units::{Limit, VmId};
 
 use crate::backend_control::{BackendControl, ControlError};
@@ -66,6 +67,8 @@ pub struct Launch {
     pub settings: MemorySettings,
     /// Who may connect to the vhost-user socket.
     pub socket_user: SocketUser,
+    /// Where the guest's memory arrives from, unless this is an ordinary start.
+    pub incoming: Option<Incoming>,
     /// Whether it becomes a unit of systemd.
     pub systemd: bool,
     /// The backend's settings file, if not the usual one.
@@ -174,6 +177,9 @@ impl Launch {
         }
         option("run-dir", self.run.clone().into());
         option("socket-user", self.socket_user.to_string().into());
+        if let Some(incoming) = self.incoming {
+            option("incoming", incoming.to_string().into());
+        }
         if let Some(config) = &self.config {
             option("config", config.clone().into());
         }
@@ -508,6 +514,7 @@ mod tests {
                 user: "libvirt-qemu".to_owned(),
                 group: "kvm".to_owned(),
             },
+            incoming: Some(Incoming::Restore),
             systemd: true,
             config: Some("/etc/other.toml".into()),
         };
@@ -532,6 +539,7 @@ mod tests {
                 "--local-ratio=0.5",
                 "--run-dir=/run/outram",
                 "--socket-user=libvirt-qemu:kvm",
+                "--incoming=restore",
                 "--config=/etc/other.toml",
             ]
         );

@@ -5,6 +5,7 @@
 //! [`cli`] is the command line. The crate knows nothing of paging: it talks to a backend over its
 //! control socket ([`backend_control`]) alone.
 
+pub mod arrival;
 pub mod attachment;
 pub mod backend_control;
 pub mod cli;

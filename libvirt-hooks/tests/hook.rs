@@ -21,6 +21,7 @@ use outram_libvirt::host::Paths;
 use outram_libvirt::launch::LaunchError;
 use outram_libvirt::process;
 use outram_wire::control::{Envelope, Phase, Reply, Request, Status, read_frame, write_frame};
+use outram_wire::incoming::Incoming;
 use outram_wire::units::{Limit, VmId};
 use tempfile::TempDir;
 
@@ -149,6 +150,29 @@ fn a_backend_is_started_and_left_running() {
         );
     }
     assert!(!log.contains("--config"), "{log}");
+}
+
+#[test]
+fn a_restored_guest_is_told_apart_once() {
+    let host = Host::new();
+    let told = || fs::read_to_string(host.run_dir().join("log")).expect("a log");
+    let note = |incoming| {
+        let domain = host.domain("ready");
+        hook::note_arrival(domain.as_bytes(), &host.paths, incoming).expect("noted");
+    };
+    for incoming in [Incoming::Restore, Incoming::Migration] {
+        note(incoming);
+        host.prepare("ready").expect("started");
+        let expected = format!("argument --incoming={incoming}\n");
+        assert!(told().contains(&expected), "{}", told());
+        host.prepare("ready").expect("started again");
+        assert!(!told().contains("--incoming"), "{}", told());
+    }
+    // An arrival that failed before its start leaves nothing to the next one.
+    note(Incoming::Restore);
+    hook::release(host.domain("ready").as_bytes(), &host.paths);
+    host.prepare("ready").expect("started");
+    assert!(!told().contains("--incoming"), "{}", told());
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use outram_wire::incoming::Incoming;
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::{Limit, LocalRatio, UnitError, VmId, parse_size};
 use serde::Deserialize;
@@ -52,6 +53,10 @@ pub struct Flags {
     /// User and group that QEMU runs as: owner of the vhost-user socket [default: our own]
     #[arg(long, value_name = "USER[:GROUP]")]
     pub socket_user: Option<String>,
+
+    /// The guest's memory arrives from elsewhere: 'restore' of a saved image, or 'migration'
+    #[arg(long, value_name = "WAY")]
+    pub incoming: Option<Incoming>,
 
     /// Settings of this host's backends; must exist if given
     #[arg(long, value_name = "FILE", help = format!("Settings of this host's backends; must exist if given [default: {DEFAULT_CONFIG}, if it exists]"))]
@@ -173,6 +178,8 @@ pub struct Config {
     pub servers: Vec<ServerAddress>,
     /// Owner of the vhost-user socket.
     pub socket_user: Option<String>,
+    /// Where its memory arrives from, unless this is an ordinary start.
+    pub incoming: Option<Incoming>,
     /// This guest's directory.
     pub dir: PathBuf,
     /// Where metrics are served.
@@ -236,6 +243,7 @@ impl Config {
             limit,
             servers,
             socket_user: flags.socket_user,
+            incoming: flags.incoming,
             dir: run_dir.join(flags.uuid.to_string()),
             metrics: flags.metrics.or(file.metrics),
             shards,
