@@ -36,9 +36,11 @@ pub struct Config {
     pub tls: TlsFiles,
     /// A client not heard of for so long loses its slabs.
     pub lease_timeout: Duration,
+    /// A far-memory disk that nobody used for so long is dropped; none means that it is kept.
+    pub parked_disk_timeout: Option<Duration>,
     /// Where to answer scrapers, if at all.
     pub metrics: Option<SocketAddr>,
-    /// Guests served at most.
+    /// Guests served at most, and disks.
     pub max_guests: usize,
     /// Data connections of a guest at most.
     pub max_data_connections: usize,
@@ -59,6 +61,7 @@ impl Config {
             slab_bytes: DEFAULT_SLAB_BYTES,
             tls,
             lease_timeout: DEFAULT_LEASE_TIMEOUT,
+            parked_disk_timeout: None,
             metrics: None,
             max_guests: 256,
             max_data_connections: 64,
@@ -93,6 +96,8 @@ impl Config {
         if let Some(timeout) = flags.lease_timeout.or(file.lease_timeout) {
             config.lease_timeout = timeout.0;
         }
+        let parked = flags.parked_disk_timeout.or(file.parked_disk_timeout);
+        config.parked_disk_timeout = parked.map(|timeout| timeout.0);
         config.check()?;
         Ok(config)
     }
@@ -147,6 +152,10 @@ pub struct Flags {
     /// its guest's pages are lost then [default: 10m]
     #[arg(long, value_name = "TIME")]
     pub lease_timeout: Option<Span>,
+    /// Time after which a far-memory disk that nobody uses is dropped, such as 168h: its guest was
+    /// saved, shut down or lost its host; kept until 'outram disk drop' unless given
+    #[arg(long, value_name = "TIME")]
+    pub parked_disk_timeout: Option<Span>,
     /// Address and port to answer Prometheus on; not answered unless given
     #[arg(long, value_name = "ADDR:PORT")]
     pub metrics: Option<SocketAddr>,
@@ -162,6 +171,7 @@ struct File {
     tls_cert: Option<PathBuf>,
     tls_key: Option<PathBuf>,
     lease_timeout: Option<Span>,
+    parked_disk_timeout: Option<Span>,
     metrics: Option<SocketAddr>,
 }
 

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use outram_wire::server::channel::{Channel, ChannelError, EventFd, Received, new_waker};
 use outram_wire::server::control::agree_version;
 use outram_wire::server::{
-    ClientMessage, ClientName, Purpose, Refusal, Reply, Request, ServerMessage, Welcome,
+    ClientMessage, ClientName, DiskId, Purpose, Refusal, Reply, Request, ServerMessage, Welcome,
 };
 
-use crate::ledger::{Caller, Ended, Hold, Ledger};
+use crate::ledger::{Caller, Ended, Hold, Ledger, Wish};
 use crate::metrics::{Metrics, Outcome, With};
+use crate::session::Holder;
 
 /// A client that does not take an answer for so long is left.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,13 +37,18 @@ pub(crate) fn serve(
         Ok(agreed) => agreed,
         Err(refusal) => return refuse(channel, refusal),
     };
-    let (vm, secret) = match purpose {
+    let (wish, holder, secret) = match purpose {
         Purpose::Observe => return observe(desk, channel, name, version),
-        Purpose::Guest { vm, secret } => (vm, secret),
+        Purpose::Guest { vm, secret } => (Wish::Guest(vm), Holder::Guest(vm), secret),
+        Purpose::Disk {
+            disk,
+            secret,
+            opening,
+        } => (Wish::Disk(disk, opening), Holder::Disk(disk), secret),
     };
     let waker = Arc::new(new_waker().map_err(ChannelError::Io)?);
     let caller = Caller {
-        vm,
+        wish,
         name,
         secret,
         socket,
@@ -52,16 +58,16 @@ pub(crate) fn serve(
         Ok(hold) => {
             if let Some(slabs) = hold.superseded_slabs {
                 desk.metrics.superseded_sessions.inc();
-                tracing::warn!(%vm, client = %name, slabs, "a new backend takes the place of one that is gone: its slabs are freed");
+                tracing::warn!(%holder, client = %name, slabs, "a new backend takes the place of one that is gone: its slabs are freed");
             }
-            tracing::info!(%vm, client = %name, resumed = hold.resumed, slabs = hold.held.len(), "a guest's backend connected");
+            tracing::info!(%holder, client = %name, resumed = hold.resumed, slabs = hold.held.len(), "a backend connected");
             let served = serve_guest(desk, channel, &hold, &waker, version);
             desk.ledger.leave(&hold);
-            tracing::info!(%vm, client = %name, "a guest's backend disconnected");
+            tracing::info!(%holder, client = %name, "a backend disconnected");
             served
         }
         Err(refusal) => {
-            tracing::warn!(%vm, client = %name, %refusal, "a guest's backend is refused");
+            tracing::warn!(%holder, client = %name, %refusal, "a backend is refused");
             refuse(channel, refusal)
         }
     }
@@ -100,6 +106,7 @@ fn welcome(desk: &Desk, version: u32, hold: Option<&Hold>) -> ServerMessage {
         resumed: hold.is_some_and(|hold| hold.resumed),
         reserved_bytes: hold.map_or(0, |hold| hold.reserved_bytes),
         held: hold.map_or(Vec::new(), |hold| hold.held.clone()),
+        disk: hold.and_then(|hold| hold.disk),
     })
 }
 
@@ -122,9 +129,14 @@ fn observe(
                 id,
                 request: Request::Stats,
             } => (id, stats(desk, name)),
+            ClientMessage::Request {
+                id,
+                request: Request::DropDisk { disk },
+            } => (id, drop_disk(desk, name, disk)),
             ClientMessage::Request { id, .. } => {
                 let refusal = Refusal::Unexpected {
-                    expected: "a question for statistics, from an observer".to_owned(),
+                    expected: "a question for statistics or the drop of a disk, from an observer"
+                        .to_owned(),
                 };
                 (id, Reply::Refused(refusal))
             }
@@ -182,7 +194,7 @@ fn second_hello() -> Refusal {
 
 fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
     let ledger = &desk.ledger;
-    let (vm, client) = (hold.session.vm, &hold.session.name);
+    let (holder, client) = (hold.session.holder, &hold.client);
     let outcome = ledger.renew(hold).and_then(|()| match request {
         Request::Renew => Ok(Reply::Done),
         Request::Reserve { bytes } => {
@@ -195,7 +207,7 @@ fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
                 Ok(_) => Outcome::Granted,
                 Err(refusal) => {
                     // A client may ask again and again: the metric tells how often.
-                    tracing::debug!(%vm, %client, %refusal, "no slab is leased");
+                    tracing::debug!(%holder, %client, %refusal, "no slab is leased");
                     Outcome::Refused
                 }
             };
@@ -211,14 +223,28 @@ fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
             token.map(|token| Reply::DataToken { token })
         }
         Request::Stats => Ok(stats(desk, client)),
+        Request::DropDisk { .. } => Err(Refusal::Unexpected {
+            expected: "the drop of a disk from an observer alone".to_owned(),
+        }),
         Request::Goodbye => ledger.end(hold).map(|ended| {
             desk.metrics.released_slabs.inc_by(ended.slabs);
             let Ended { slabs, at_once } = ended;
-            tracing::info!(%vm, %client, slabs, at_once, "a guest's session ended");
+            tracing::info!(%holder, %client, slabs, at_once, "a session ended");
             Reply::Done
         }),
     });
     outcome.unwrap_or_else(Reply::Refused)
+}
+
+fn drop_disk(desk: &Desk, asker: &ClientName, disk: DiskId) -> Reply {
+    match desk.ledger.drop_disk(asker, disk) {
+        Ok(slabs) => {
+            desk.metrics.released_slabs.inc_by(slabs);
+            tracing::info!(%disk, client = %asker, slabs, "a parked disk is dropped");
+            Reply::Done
+        }
+        Err(refusal) => Reply::Refused(refusal),
+    }
 }
 
 fn stats(desk: &Desk, asker: &ClientName) -> Reply {

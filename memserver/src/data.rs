@@ -44,6 +44,8 @@ pub(crate) struct Service<'a> {
     extents: Vec<Extent>,
     pieces: Vec<Piece>,
     vectors: Vectors,
+    /// Where a write to a disk is gathered.
+    gathered: Vec<u8>,
 }
 
 impl<'a> Service<'a> {
@@ -59,6 +61,7 @@ impl<'a> Service<'a> {
             extents: Vec::new(),
             pieces: Vec::new(),
             vectors: Vectors::default(),
+            gathered: Vec::new(),
         }
     }
 
@@ -72,6 +75,9 @@ impl<'a> Service<'a> {
             let resolved = self.session.resolve(&self.extents, &mut self.pieces);
             match (resolved, header.op) {
                 (Ok(()), Op::Read) => self.reply_bytes(header.id, total)?,
+                (Ok(()), Op::Write) if self.session.holder.is_disk() => {
+                    self.take_bytes_whole(header.id, total)?;
+                }
                 (Ok(()), Op::Write) => self.take_bytes(header.id, total)?,
                 (Err((extent, status)), op) => {
                     let payload = if op == Op::Write { total } else { 0 };
@@ -164,6 +170,26 @@ impl<'a> Service<'a> {
                 Err(error) => return Err(error.into()),
             }
         }
+        self.acknowledge(id, total)
+    }
+
+    /// Carries out a write to a disk once all of it has arrived: a client or a connection that dies
+    /// amid a request leaves what was there before, so that a block and its tag always match.
+    fn take_bytes_whole(&mut self, id: u64, total: usize) -> Result<(), DataEnd> {
+        let here = total.min(self.end - self.start);
+        self.gathered.clear();
+        self.gathered.reserve_exact(total);
+        let buffered = &self.buffer[self.start..self.start + here];
+        self.gathered.extend_from_slice(buffered);
+        self.start += here;
+        self.gathered.resize(total, 0);
+        let mut socket = self.socket;
+        socket.read_exact(&mut self.gathered[here..])?;
+        slab::store(&self.pieces, &self.gathered);
+        self.acknowledge(id, total)
+    }
+
+    fn acknowledge(&mut self, id: u64, total: usize) -> Result<(), DataEnd> {
         self.metrics.written_bytes.inc_by(total as u64);
         self.pieces.clear();
         self.reply(id, Status::Done, 0, 0)?;

@@ -126,7 +126,8 @@ impl Hall {
             Err(error) => return self.turn_away(from, Stranger::Certificate, &Words(&error)),
         };
         drop(place);
-        let most = 2 * self.config.max_guests + self.config.max_strangers;
+        // Guests and as many disks, each with a former connection that is on its way out.
+        let most = 4 * self.config.max_guests + self.config.max_strangers;
         let _seat = match Seat::take(&self.controls, most) {
             Some(seat) => seat,
             None => return self.turn_away(from, Stranger::Limit, &"too many control connections"),
@@ -167,7 +168,7 @@ impl Hall {
             );
         };
         drop(place);
-        let vm = session.vm;
+        let holder = session.holder;
         let admitted = session.admit(socket, epoch, self.config.max_data_connections);
         let admission = match admitted {
             Some(_) => Admission::Admitted,
@@ -187,10 +188,10 @@ impl Hall {
             Ok(()) => {}
             Err(DataEnd::Breach(error)) => {
                 self.desk.metrics.count_bad_frame(Connection::Data);
-                tracing::warn!(%from, %vm, %error, "a data connection is ended");
+                tracing::warn!(%from, %holder, %error, "a data connection is ended");
             }
             Err(DataEnd::Io(error)) => {
-                tracing::debug!(%from, %vm, %error, "a data connection ended");
+                tracing::debug!(%from, %holder, %error, "a data connection ended");
             }
         }
     }

@@ -12,18 +12,20 @@ use std::time::Duration;
 use outram_wire::server::channel::EventFd;
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::{
-    ClientName, ClientStats, InstanceId, Refusal, ServerMessage, ServerStats, SlabId, Token,
+    ClientName, ClientStats, DiskStats, DiskWelcome, InstanceId, Refusal, ServerMessage,
+    ServerStats, SlabId, Token,
 };
-use outram_wire::units::VmId;
 
-use crate::session::Session;
+use crate::session::{Holder, Session};
 use crate::slab::{Counts, Slab};
 
 mod admission;
+mod disks;
 #[cfg(test)]
 mod model_tests;
 
-pub(crate) use admission::Caller;
+pub(crate) use admission::{Caller, Wish};
+use disks::DiskAccount;
 
 /// How long the threads of a fenced session get to finish what they are at: copying a few MiB.
 const FENCE_TIMEOUT: Duration = Duration::from_secs(4);
@@ -38,6 +40,8 @@ pub(crate) struct Terms {
     pub(crate) max_sessions: usize,
     /// A token not used for so long is void.
     pub(crate) token_life: Duration,
+    /// A disk that nobody used for so long is dropped; kept without limit if none is set.
+    pub(crate) parked_disk_timeout: Option<Duration>,
 }
 
 /// All accounts of a server.
@@ -53,7 +57,7 @@ struct Books {
     next_slab: u64,
     next_control: u64,
     closing: bool,
-    accounts: HashMap<VmId, Account>,
+    accounts: HashMap<Holder, Account>,
 }
 
 struct Account {
@@ -66,6 +70,8 @@ struct Account {
     /// Slabs asked back and not yet given.
     vacating: BTreeSet<SlabId>,
     tokens: Vec<(Token, BootTime)>,
+    /// What a disk's account has beyond a guest's.
+    disk: Option<DiskAccount>,
 }
 
 /// A control connection as others reach it: to be sent messages, or to be ended.
@@ -102,12 +108,15 @@ impl Control {
 /// An admitted control connection's hold on its account.
 pub(crate) struct Hold {
     pub(crate) session: Arc<Session>,
+    /// The certificate of whoever holds it.
+    pub(crate) client: ClientName,
     pub(crate) control: Arc<Control>,
     pub(crate) resumed: bool,
     /// Slabs of a session that this one took the place of.
     pub(crate) superseded_slabs: Option<u64>,
     pub(crate) reserved_bytes: u64,
     pub(crate) held: Vec<SlabId>,
+    pub(crate) disk: Option<DiskWelcome>,
 }
 
 /// How a session came to its end.
@@ -152,6 +161,10 @@ impl Ledger {
         let mut books = self.books();
         if let Ok(account) = account_of(&mut books, hold) {
             account.control = None;
+            if account.disk.is_some() {
+                // From here on it counts as parked.
+                account.renewed_at = BootTime::now();
+            }
         }
     }
 
@@ -266,7 +279,7 @@ impl Ledger {
     pub(crate) fn end(&self, hold: &Hold) -> Result<Ended, Refusal> {
         let mut books = self.books();
         account_of(&mut books, hold)?;
-        books.accounts.remove(&hold.session.vm);
+        books.accounts.remove(&hold.session.holder);
         drop(books);
         let at_once = hold.session.fence(FENCE_TIMEOUT);
         let slabs = hold.session.take_slabs();
@@ -276,13 +289,14 @@ impl Ledger {
         })
     }
 
-    /// Ends the sessions whose lease has run out; returns whose, with the slabs they had.
-    pub(crate) fn expire(&self) -> Vec<(VmId, u64)> {
+    /// Ends the sessions whose lease has run out, and drops the disks that were parked for too long;
+    /// returns whose, with the slabs they had.
+    pub(crate) fn expire(&self) -> Vec<(Holder, u64)> {
         let now = BootTime::now();
         let mut books = self.books();
-        let (timeout, accounts) = (self.terms.lease_timeout, &mut books.accounts);
-        let over: Vec<Account> = accounts
-            .extract_if(|_, account| now.since(account.renewed_at) > timeout)
+        let over: Vec<Account> = books
+            .accounts
+            .extract_if(|_, account| account.is_over(&self.terms, now))
             .map(|(_, account)| account)
             .collect();
         drop(books);
@@ -293,7 +307,7 @@ impl Ledger {
             }
             account.session.cut();
             let slabs = account.session.take_slabs();
-            ended.push((account.session.vm, slabs.len() as u64));
+            ended.push((account.session.holder, slabs.len() as u64));
         }
         ended
     }
@@ -310,9 +324,11 @@ impl Ledger {
         let excess = leased.saturating_sub(asked).saturating_sub(memory_bytes);
         let mut posted = 0;
         for _ in 0..excess.div_ceil(slab_bytes) {
-            // Whoever holds most gives first, its newest slab.
+            // Whoever holds most gives first, its newest slab. A disk gives none: its contents have
+            // no other place, and a parked one has nobody to ask.
             let most = |account: &&mut Account| account.session.slab_count() - account.asked_back();
-            let Some(account) = books.accounts.values_mut().max_by_key(most) else {
+            let guests = books.accounts.values_mut().filter(|a| a.disk.is_none());
+            let Some(account) = guests.max_by_key(most) else {
                 break;
             };
             let newest = account.session.slab_ids().into_iter().rev();
@@ -358,12 +374,19 @@ impl Ledger {
     /// What is lent: of the clients, those that `show` lets through.
     pub(crate) fn stats(&self, show: impl Fn(&ClientName) -> bool) -> ServerStats {
         let books = self.books();
-        let accounts = books.accounts.values();
-        let shown = accounts.filter(|account| show(&account.session.name));
-        let mut clients: Vec<ClientStats> = shown
-            .map(|account| account.stats(self.terms.slab_bytes))
-            .collect();
+        let slab_bytes = self.terms.slab_bytes;
+        let shown = || {
+            books
+                .accounts
+                .values()
+                .filter(|account| show(account.name()))
+        };
+        let clients = shown().filter_map(|account| account.client_stats(slab_bytes));
+        let mut clients: Vec<ClientStats> = clients.collect();
         clients.sort_by_key(|client| client.vm);
+        let disks = shown().filter_map(|account| account.disk_stats(slab_bytes));
+        let mut disks: Vec<DiskStats> = disks.collect();
+        disks.sort_by_key(|disk| disk.disk);
         ServerStats {
             instance: self.instance,
             memory_bytes: books.memory_bytes,
@@ -371,6 +394,7 @@ impl Ledger {
             leased_bytes: self.lent_bytes.load(Ordering::Acquire),
             slab_bytes: self.terms.slab_bytes,
             clients,
+            disks,
         }
     }
 
@@ -397,23 +421,45 @@ impl Account {
         self.vacating.len() as u64
     }
 
-    fn stats(&self, slab_bytes: u64) -> ClientStats {
+    /// Whether its lease has run out. A disk is kept for whoever claims it.
+    fn is_over(&self, terms: &Terms, now: BootTime) -> bool {
+        let silent = now.since(self.renewed_at);
+        match &self.disk {
+            None => silent > terms.lease_timeout,
+            Some(_) => {
+                let parked = self.control.is_none() && !self.resuming;
+                let timeout = terms.parked_disk_timeout;
+                parked && timeout.is_some_and(|timeout| silent > timeout)
+            }
+        }
+    }
+
+    /// Whose certificate it is under.
+    fn name(&self) -> &ClientName {
+        let claimant = self.disk.as_ref().map(|disk| &disk.claimant);
+        claimant.unwrap_or(&self.session.name)
+    }
+
+    fn client_stats(&self, slab_bytes: u64) -> Option<ClientStats> {
+        let Holder::Guest(vm) = self.session.holder else {
+            return None;
+        };
         let slabs = self.session.slab_count();
-        ClientStats {
-            vm: self.session.vm,
+        Some(ClientStats {
+            vm,
             name: self.session.name.clone(),
             connected: self.control.is_some(),
             slabs,
             leased_bytes: slabs * slab_bytes,
             reserved_bytes: self.reserved_bytes,
             data_connections: self.session.data_connections() as u64,
-        }
+        })
     }
 }
 
 /// The account, if the connection still is the one that speaks for it.
 fn account_of<'a>(books: &'a mut Books, hold: &Hold) -> Result<&'a mut Account, Refusal> {
-    let account = books.accounts.get_mut(&hold.session.vm);
+    let account = books.accounts.get_mut(&hold.session.holder);
     account
         .filter(|account| {
             let control = account.control.as_ref();

@@ -99,6 +99,14 @@ struct Client {
     vm: String,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Disk {
+    client: String,
+    disk: String,
+    /// Whether nobody uses it.
+    parked: String,
+}
+
 /// Counters and gauges; cloning shares them.
 #[derive(Clone, Default)]
 pub(crate) struct Metrics {
@@ -119,6 +127,8 @@ pub(crate) struct Metrics {
     leased_bytes: Gauge,
     client_leased_bytes: Family<Client, Gauge>,
     client_reserved_bytes: Family<Client, Gauge>,
+    disk_leased_bytes: Family<Disk, Gauge>,
+    disk_reserved_bytes: Family<Disk, Gauge>,
 }
 
 impl Metrics {
@@ -242,6 +252,16 @@ impl Metrics {
             "Bytes set aside, by guest",
             self.client_reserved_bytes.clone(),
         );
+        registry.register(
+            "disk_leased_bytes",
+            "Bytes leased, by far-memory disk",
+            self.disk_leased_bytes.clone(),
+        );
+        registry.register(
+            "disk_reserved_bytes",
+            "Bytes set aside, by far-memory disk",
+            self.disk_reserved_bytes.clone(),
+        );
         registry
     }
 
@@ -262,6 +282,19 @@ impl Metrics {
             leased.set(signed(client.leased_bytes));
             let reserved = self.client_reserved_bytes.get_or_create(&label).clone();
             reserved.set(signed(client.reserved_bytes));
+        }
+        self.disk_leased_bytes.clear();
+        self.disk_reserved_bytes.clear();
+        for disk in &stats.disks {
+            let label = Disk {
+                client: disk.name.to_string(),
+                disk: disk.disk.to_string(),
+                parked: disk.parked_s.is_some().to_string(),
+            };
+            let leased = self.disk_leased_bytes.get_or_create(&label).clone();
+            leased.set(signed(disk.leased_bytes));
+            let reserved = self.disk_reserved_bytes.get_or_create(&label).clone();
+            reserved.set(signed(disk.reserved_bytes));
         }
         let mut page = String::new();
         if encode(&mut page, registry).is_err() {

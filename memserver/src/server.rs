@@ -84,6 +84,7 @@ impl Server {
             lease_timeout: config.lease_timeout,
             max_sessions: config.max_guests,
             token_life: config.token_life,
+            parked_disk_timeout: config.parked_disk_timeout,
         };
         let ledger = Ledger::new(instance, config.memory_bytes, terms).map_err(no_random)?;
         let desk = Desk {
@@ -250,10 +251,10 @@ fn end_leases(hall: &Hall, stop: &EventFd) {
     let tick = tick.clamp(Duration::from_millis(10), Duration::from_secs(1));
     let tick = PollTimeout::try_from(tick).unwrap_or(PollTimeout::MAX);
     while wait_or_stop(None, stop, tick) {
-        for (vm, slabs) in hall.desk.ledger.expire() {
+        for (holder, slabs) in hall.desk.ledger.expire() {
             hall.desk.metrics.expired_sessions.inc();
             hall.desk.metrics.expired_slabs.inc_by(slabs);
-            tracing::warn!(%vm, slabs, "a guest's lease ran out: its slabs are freed");
+            tracing::warn!(%holder, slabs, "a lease ran out: its slabs are freed");
         }
     }
 }

@@ -2,22 +2,49 @@
 //! ends them all before another control connection takes over.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use outram_wire::server::data::Status;
-use outram_wire::server::{ClientName, Extent, SessionSecret, SlabId};
+use outram_wire::server::{ClientName, DiskId, Extent, SessionSecret, SlabId};
 use outram_wire::units::VmId;
 
 use crate::slab::{Piece, Slab};
+
+/// Whose slabs a session's are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Holder {
+    /// A guest's pages.
+    Guest(VmId),
+    /// A far-memory disk's contents.
+    Disk(DiskId),
+}
+
+impl Holder {
+    /// Whether it is a disk.
+    pub(crate) fn is_disk(self) -> bool {
+        matches!(self, Self::Disk(_))
+    }
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Guest(vm) => write!(f, "guest {vm}"),
+            Self::Disk(disk) => write!(f, "disk {disk}"),
+        }
+    }
+}
 
 /// What does not change in a session, its slabs, and its data connections.
 ///
 /// Lock order: the ledger's books before either lock here; never both of these at once.
 pub(crate) struct Session {
-    pub(crate) vm: VmId,
+    pub(crate) holder: Holder,
+    /// Who opened it.
     pub(crate) name: ClientName,
     pub(crate) secret: SessionSecret,
     slabs: RwLock<BTreeMap<SlabId, Arc<Slab>>>,
@@ -43,9 +70,9 @@ pub(crate) struct Admitted {
 }
 
 impl Session {
-    pub(crate) fn new(vm: VmId, name: ClientName, secret: SessionSecret) -> Self {
+    pub(crate) fn new(holder: Holder, name: ClientName, secret: SessionSecret) -> Self {
         Self {
-            vm,
+            holder,
             name,
             secret,
             slabs: RwLock::default(),
@@ -214,9 +241,9 @@ mod tests {
     }
 
     fn session() -> Arc<Session> {
-        let vm = VmId(uuid::Uuid::from_u128(1));
+        let holder = Holder::Guest(VmId(uuid::Uuid::from_u128(1)));
         let name = ClientName("host".to_owned());
-        Arc::new(Session::new(vm, name, SessionSecret([1; 32])))
+        Arc::new(Session::new(holder, name, SessionSecret([1; 32])))
     }
 
     #[test]

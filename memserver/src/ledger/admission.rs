@@ -11,15 +11,24 @@ use std::sync::{Arc, Mutex};
 
 use outram_wire::server::channel::EventFd;
 use outram_wire::server::clock::BootTime;
-use outram_wire::server::{ClientName, Refusal, ServerMessage, SessionSecret};
+use outram_wire::server::{ClientName, DiskId, Opening, Refusal, ServerMessage, SessionSecret};
 use outram_wire::units::VmId;
 
-use super::{Account, Books, Control, FENCE_TIMEOUT, Hold, Ledger};
-use crate::session::Session;
+use super::{Account, Books, Control, DiskAccount, FENCE_TIMEOUT, Hold, Ledger};
+use crate::session::{Holder, Session};
+
+/// What a caller asks for.
+#[derive(Clone, Debug)]
+pub(crate) enum Wish {
+    /// The session of a guest's pages.
+    Guest(VmId),
+    /// A disk.
+    Disk(DiskId, Opening),
+}
 
 /// Who asks to be admitted.
 pub(crate) struct Caller<'a> {
-    pub(crate) vm: VmId,
+    pub(crate) wish: Wish,
     pub(crate) name: &'a ClientName,
     pub(crate) secret: SessionSecret,
     pub(crate) socket: &'a Arc<TcpStream>,
@@ -27,12 +36,12 @@ pub(crate) struct Caller<'a> {
 }
 
 /// What a caller comes to.
-struct Claim {
-    session: Arc<Session>,
-    /// The session was the caller's before.
-    resumed: bool,
+pub(super) struct Claim {
+    pub(super) session: Arc<Session>,
+    /// The session was there before.
+    pub(super) resumed: bool,
     /// The session whose place it takes.
-    superseded: Option<Arc<Session>>,
+    pub(super) superseded: Option<Arc<Session>>,
 }
 
 impl Ledger {
@@ -63,8 +72,15 @@ impl Ledger {
         if books.closing {
             return Err(Refusal::Closing);
         }
+        let vm = match &caller.wish {
+            Wish::Guest(vm) => *vm,
+            Wish::Disk(disk, opening) => {
+                return self.claim_disk(&mut books, caller, *disk, opening);
+            }
+        };
+        let holder = Holder::Guest(vm);
         let mut superseded = None;
-        if let Some(account) = books.accounts.get_mut(&caller.vm) {
+        if let Some(account) = books.accounts.get_mut(&holder) {
             if account.resuming {
                 return Err(Refusal::SessionBusy);
             }
@@ -79,31 +95,35 @@ impl Ledger {
             if !same_name || account.control.is_some() {
                 let ends = account.renewed_at.after(self.terms.lease_timeout);
                 return Err(Refusal::SessionTaken {
-                    vm: caller.vm,
+                    vm,
                     ends_in_s: ends.since(BootTime::now()).as_secs() + 1,
                 });
             }
-            superseded = books.accounts.remove(&caller.vm);
+            superseded = books.accounts.remove(&holder);
         }
         Ok(Claim {
-            session: self.open_account(&mut books, caller)?,
+            session: self.open_account(&mut books, caller, holder, None)?,
             resumed: false,
             superseded: superseded.map(|account| account.session),
         })
     }
 
-    fn open_account(
+    pub(super) fn open_account(
         &self,
         books: &mut Books,
         caller: &Caller<'_>,
+        holder: Holder,
+        disk: Option<DiskAccount>,
     ) -> Result<Arc<Session>, Refusal> {
-        if books.accounts.len() >= self.terms.max_sessions {
+        let disks = holder.is_disk();
+        let alike = books.accounts.keys().filter(|own| own.is_disk() == disks);
+        if alike.count() >= self.terms.max_sessions {
             return Err(Refusal::TooMany {
-                what: "guests".to_owned(),
+                what: if disks { "disks" } else { "guests" }.to_owned(),
                 limit: self.terms.max_sessions as u64,
             });
         }
-        let session = Session::new(caller.vm, caller.name.clone(), caller.secret);
+        let session = Session::new(holder, caller.name.clone(), caller.secret);
         let session = Arc::new(session);
         let account = Account {
             session: session.clone(),
@@ -113,8 +133,9 @@ impl Ledger {
             resuming: true,
             vacating: BTreeSet::new(),
             tokens: Vec::new(),
+            disk,
         };
-        books.accounts.insert(caller.vm, account);
+        books.accounts.insert(holder, account);
         Ok(session)
     }
 
@@ -145,11 +166,13 @@ impl Ledger {
         }
         Ok(Hold {
             session: session.clone(),
+            client: caller.name.clone(),
             control,
             resumed,
             superseded_slabs: None,
             reserved_bytes: account.reserved_bytes,
             held: session.slab_ids(),
+            disk: account.disk.as_ref().map(DiskAccount::welcome),
         })
     }
 }
@@ -157,14 +180,14 @@ impl Ledger {
 impl Books {
     /// The account of exactly this session, not of a later one of the same guest.
     fn account_with(&mut self, session: &Arc<Session>) -> Option<&mut Account> {
-        let account = self.accounts.get_mut(&session.vm);
+        let account = self.accounts.get_mut(&session.holder);
         account.filter(|account| Arc::ptr_eq(&account.session, session))
     }
 }
 
 impl Account {
     /// Cuts the former control connection and voids the tokens that it was given.
-    fn begin_resumption(&mut self) -> Arc<Session> {
+    pub(super) fn begin_resumption(&mut self) -> Arc<Session> {
         self.resuming = true;
         self.tokens.clear();
         if let Some(former) = self.control.take() {

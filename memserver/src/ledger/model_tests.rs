@@ -54,6 +54,7 @@ impl World {
             lease_timeout: Duration::from_secs(3600),
             max_sessions: GUESTS as usize,
             token_life: Duration::from_secs(3600),
+            parked_disk_timeout: None,
         };
         let instance = InstanceId::random().expect("random numbers");
         Self {
@@ -68,7 +69,7 @@ impl World {
 
     fn admit(&self, vm: u128, secret: u8) -> Result<Hold, Refusal> {
         self.ledger.admit(&Caller {
-            vm: VmId(uuid::Uuid::from_u128(vm)),
+            wish: Wish::Guest(VmId(uuid::Uuid::from_u128(vm))),
             name: &self.name,
             secret: SessionSecret([secret; 32]),
             socket: &self.socket,

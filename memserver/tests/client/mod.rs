@@ -99,13 +99,17 @@ pub fn receive(channel: &mut Channel) -> Result<ServerMessage, ChannelError> {
 }
 
 pub fn hello(vm: VmId, secret: u8) -> ClientMessage {
+    hello_for(Purpose::Guest {
+        vm,
+        secret: SessionSecret([secret; 32]),
+    })
+}
+
+fn hello_for(purpose: Purpose) -> ClientMessage {
     ClientMessage::Hello(Hello {
         version_min: 1,
         version_max: 1,
-        purpose: Purpose::Guest {
-            vm,
-            secret: SessionSecret([secret; 32]),
-        },
+        purpose,
     })
 }
 
@@ -116,8 +120,25 @@ impl Client {
         vm: VmId,
         secret: u8,
     ) -> Result<Self, Refusal> {
+        Self::greet(server, identity, &hello(vm, secret))
+    }
+
+    /// Connects for any purpose.
+    pub fn for_purpose(
+        server: SocketAddr,
+        identity: &Issued,
+        purpose: Purpose,
+    ) -> Result<Self, Refusal> {
+        Self::greet(server, identity, &hello_for(purpose))
+    }
+
+    fn greet(
+        server: SocketAddr,
+        identity: &Issued,
+        hello: &ClientMessage,
+    ) -> Result<Self, Refusal> {
         let mut channel = channel(server, identity).expect("TLS stands");
-        let sent = channel.send(&hello(vm, secret), Instant::now() + PATIENCE);
+        let sent = channel.send(hello, Instant::now() + PATIENCE);
         sent.expect("hello is taken");
         match receive(&mut channel).expect("an answer") {
             ServerMessage::Welcome(welcome) => Ok(Self {

@@ -11,7 +11,7 @@ use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
-use super::{ClientName, InstanceId, SessionSecret, SlabId, Token};
+use super::{ClientName, DiskId, InstanceId, SessionSecret, SlabId, Token};
 use crate::units::{VmId, format_size};
 
 /// The versions of these messages that this build speaks. Version 1: the first.
@@ -60,8 +60,55 @@ pub enum Purpose {
         /// Opens the session, or proves that it is the client's own.
         secret: SessionSecret,
     },
-    /// Only [`Request::Stats`] will be asked.
+    /// A backend that stores the contents of its guest's far-memory disk. A disk is an object of
+    /// its own: it outlives the connection, and the guest's session, until it is dropped.
+    Disk {
+        /// The disk.
+        disk: DiskId,
+        /// Known to whoever may use the disk; set by whoever creates it.
+        secret: SessionSecret,
+        /// How it is opened.
+        opening: Opening,
+    },
+    /// Only [`Request::Stats`] and [`Request::DropDisk`] will be asked.
     Observe,
+}
+
+/// How a disk is opened. One backend at a time has it: the latest creation or claim ends the
+/// connections of the one before, and nothing that was sent on those lands later.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Opening {
+    /// As a new, empty disk. What a parked disk of the same name holds is dropped; one that is in
+    /// use is not touched.
+    Create(DiskShape),
+    /// As it was left: parked, or still in another backend's use.
+    Claim,
+    /// Again, after a lost connection; refused if another claimed the disk since.
+    Resume {
+        /// [`DiskWelcome::claim`] of the greeting before.
+        claim: u64,
+    },
+}
+
+/// What is kept about a disk for whoever claims it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskShape {
+    /// Bytes that a guest sees.
+    pub bytes: u64,
+    /// Which part of the disk lies here, counted from 0.
+    pub part: u32,
+    /// Parts, each on a server of its own.
+    pub parts: u32,
+}
+
+/// What the claimant of a disk is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskWelcome {
+    /// Names this claim among all that the server ever granted.
+    pub claim: u64,
+    /// As the disk was created.
+    pub shape: DiskShape,
 }
 
 /// What a client may ask.
@@ -87,6 +134,12 @@ pub enum Request {
     DataToken,
     /// Report what is lent.
     Stats,
+    /// From an observer: give back all that a parked disk holds. Only the host that used it last
+    /// may, told by its certificate.
+    DropDisk {
+        /// Which.
+        disk: DiskId,
+    },
     /// End the session: every slab and the reservation are given back.
     Goodbye,
 }
@@ -133,13 +186,16 @@ pub struct Welcome {
     pub reserved_bytes: u64,
     /// Slabs that the client holds.
     pub held: Vec<SlabId>,
+    /// About the disk, to [`Purpose::Disk`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<DiskWelcome>,
 }
 
 /// What came of a request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reply {
-    /// To [`Request::Renew`], [`Request::Release`] and [`Request::Goodbye`].
+    /// To [`Request::Renew`], [`Request::Release`], [`Request::DropDisk`] and [`Request::Goodbye`].
     Done,
     /// To [`Request::Reserve`]: so much is set aside now.
     Reserved {
@@ -228,6 +284,36 @@ pub enum Refusal {
         /// Which.
         slab: SlabId,
     },
+    /// There is no such disk: it was never created here, was dropped, or the server was restarted.
+    #[error(
+        "the server has no disk {disk}: it was dropped, or the server was started anew since; its contents are gone"
+    )]
+    NoSuchDisk {
+        /// Which.
+        disk: DiskId,
+    },
+    /// The secret is another's.
+    #[error("disk {disk} belongs to another: the key in the domain's metadata is not its key")]
+    DiskSecret {
+        /// Which.
+        disk: DiskId,
+    },
+    /// A disk cannot be created or dropped while it is in use.
+    #[error("disk {disk} is in use by {client}: check that the guest does not run there")]
+    DiskInUse {
+        /// Which.
+        disk: DiskId,
+        /// By whom.
+        client: ClientName,
+    },
+    /// Another backend has claimed the disk since.
+    #[error("disk {disk} was claimed by {client} since: the guest was moved or started elsewhere")]
+    DiskClaimed {
+        /// Which.
+        disk: DiskId,
+        /// By whom.
+        client: ClientName,
+    },
     /// The message does not belong here.
     #[error("the server expected another message: {expected}")]
     Unexpected {
@@ -257,6 +343,28 @@ pub struct ServerStats {
     pub slab_bytes: u64,
     /// The sessions that the asker may see: those under its own certificate.
     pub clients: Vec<ClientStats>,
+    /// The disks that the asker may see: those that it used last.
+    #[serde(default)]
+    pub disks: Vec<DiskStats>,
+}
+
+/// What one disk holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskStats {
+    /// The disk.
+    pub disk: DiskId,
+    /// The certificate of the host that uses it, or used it last.
+    pub name: ClientName,
+    /// As it was created.
+    pub shape: DiskShape,
+    /// Since when nobody uses it, in seconds; `None` while it is in use.
+    pub parked_s: Option<u64>,
+    /// Slabs leased.
+    pub slabs: u64,
+    /// ... in bytes.
+    pub leased_bytes: u64,
+    /// Bytes set aside.
+    pub reserved_bytes: u64,
 }
 
 /// What one client holds.

@@ -19,8 +19,8 @@ pub mod data;
 
 pub use address::{AddressError, ServerAddress};
 pub use control::{
-    CONTROL_VERSIONS, ClientMessage, ClientStats, Hello, Purpose, Refusal, Reply, Request,
-    ServerMessage, ServerStats, Welcome,
+    CONTROL_VERSIONS, ClientMessage, ClientStats, DiskShape, DiskStats, DiskWelcome, Hello,
+    Opening, Purpose, Refusal, Reply, Request, ServerMessage, ServerStats, Welcome,
 };
 pub use data::Extent;
 
@@ -61,6 +61,27 @@ impl InstanceId {
 impl fmt::Display for InstanceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
+    }
+}
+
+/// A far-memory disk: derived from its domain's UUID and the key in its metadata.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, Default,
+)]
+#[serde(transparent)]
+pub struct DiskId(pub uuid::Uuid);
+
+impl fmt::Display for DiskId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::str::FromStr for DiskId {
+    type Err = uuid::Error;
+
+    fn from_str(text: &str) -> Result<Self, uuid::Error> {
+        text.parse().map(Self)
     }
 }
 
