@@ -163,6 +163,97 @@ fn a_guest_reads_the_disk_and_learns_what_it_is() -> Result<()> {
     Ok(())
 }
 
+/// Pages of RAM for requests; rings lie below, headers and data from there on.
+const BUFFERS: u64 = 1000;
+
+/// The pages of buffers that the device marked, once it has marked a used ring's page too: it does
+/// that a moment after the driver can see the answer, and other rings' as they are started.
+fn marked(bench: &mut Bench, used_page: u64) -> Result<Vec<u64>> {
+    let deadline = Instant::now() + PATIENCE;
+    let mut all = std::collections::BTreeSet::new();
+    while !all.contains(&used_page) {
+        ensure!(
+            Instant::now() < deadline,
+            "the used ring is never marked: {all:?}"
+        );
+        let answer = bench.small.command(json!({"do": "log-take"}))?;
+        let pages = answer["pages"].as_array().context("a list")?;
+        all.extend(pages.iter().filter_map(Value::as_u64));
+    }
+    Ok(all.into_iter().filter(|page| *page >= BUFFERS).collect())
+}
+
+#[test]
+fn every_page_the_device_writes_is_logged_while_a_migration_runs() -> Result<()> {
+    for event_idx in [false, true] {
+        let mut bench = Bench::new(64)?;
+        for (queue, page) in [(0, 100), (1, 200)] {
+            bench.start(queue, page, event_idx)?;
+            assert_eq!(bench.request(queue, IN, 0, 512)?["status"], OK);
+        }
+        // Rings of 128: descriptors, available and used ring take a page each.
+        let used = [102, 202];
+        for round in 0..3 {
+            bench.small.command(json!({"do": "log-start"}))?;
+            for (queue, used) in (0..).zip(used) {
+                // Header and status in page 2000, 70 KiB of data behind.
+                let answer = bench.request(queue, IN, 0, 70 << 10)?;
+                assert_eq!(answer["status"], OK, "round {round}");
+                let expected: Vec<u64> = (2000..=2018).collect();
+                assert_eq!(marked(&mut bench, used)?, expected, "queue {queue}");
+                // An answer without data is a status alone.
+                assert_eq!(bench.request(queue, OUT, 0, 0)?["status"], IOERR);
+                assert_eq!(marked(&mut bench, used)?, [2000]);
+            }
+            // A larger log in the place of the first; a queue that starts while logging is on.
+            bench
+                .small
+                .command(json!({"do": "log-start", "bytes": 8192}))?;
+            bench.start(2, 300, event_idx)?;
+            assert_eq!(bench.request(2, GET_ID, 0, 20)?["status"], OK);
+            assert_eq!(marked(&mut bench, 302)?, [2000, 2001]);
+            bench
+                .small
+                .command(json!({"do": "disk-stop", "queue": 2}))?;
+            bench.small.command(json!({"do": "log-stop"}))?;
+            assert_eq!(
+                bench.request(1, IN, 0, 512)?["status"],
+                OK,
+                "unlogged again"
+            );
+        }
+        let counters = bench.device.counters();
+        assert_eq!(
+            (counters.broken_queues, counters.stray_device_accesses),
+            (0, 0)
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn a_log_too_small_for_guest_memory_is_refused() -> Result<()> {
+    let mut bench = Bench::new(64)?;
+    bench.start(0, 100, true)?;
+    // 32 MiB are 8192 pages: 1024 bytes of log.
+    let small = json!({"do": "log-start", "bytes": 1023});
+    assert!(bench.small.command(small).is_err(), "it is cut off");
+    let ended = bench.ended.recv_timeout(PATIENCE)?;
+    let error = ended.expect_err("refused").to_string();
+    assert!(
+        error.contains("1023 bytes is too small") && error.contains("1024"),
+        "{error}"
+    );
+    bench.small.command(json!({"do": "connect"}))?;
+    bench.start(0, 100, true)?;
+    bench
+        .small
+        .command(json!({"do": "log-start", "bytes": 1024}))?;
+    assert_eq!(bench.request(0, GET_ID, 0, 20)?["status"], OK);
+    assert_eq!(marked(&mut bench, 102)?, [2000, 2001]);
+    Ok(())
+}
+
 #[test]
 fn broken_structures_break_their_queue_alone() -> Result<()> {
     let mut bench = Bench::new(64)?;

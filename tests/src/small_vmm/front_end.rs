@@ -7,14 +7,17 @@ use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
 };
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo, VringConfigData};
 
+use super::dirty_log::DirtyLog;
 use super::disk::Rings;
 use super::ram::{Block, Ram};
 
 /// Queues that are used at most.
 const MAX_QUEUES: u64 = 16;
 const CONFIG_BYTES: u32 = 60;
+/// `VHOST_F_LOG_ALL`.
+const LOG_ALL: u64 = 1 << 26;
 /// `VIRTIO_RING_F_EVENT_IDX`.
 const EVENT_IDX: u64 = 1 << 29;
 
@@ -27,6 +30,10 @@ pub(super) struct FrontEnd {
     pub config: Vec<u8>,
     /// Queues it can serve.
     pub queues: u64,
+    /// What was acknowledged of it, but for logging.
+    acknowledged: u64,
+    /// Where the device marks what it writes.
+    pub log: Option<DirtyLog>,
     has_memory_table: bool,
 }
 
@@ -42,7 +49,8 @@ impl FrontEnd {
         let wanted = VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::LOG_SHMFD;
         front.set_protocol_features(offered & wanted)?;
         front.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         let queues = front.get_queue_num()?;
@@ -54,6 +62,8 @@ impl FrontEnd {
             features,
             config,
             queues,
+            acknowledged: 0,
+            log: None,
             has_memory_table: false,
         })
     }
@@ -63,9 +73,8 @@ impl FrontEnd {
         let queue = rings.queue;
         if !self.has_memory_table {
             let unwanted = if event_idx { 0 } else { EVENT_IDX };
-            self.front
-                .set_features(self.features & !unwanted)
-                .context("acknowledging features")?;
+            self.acknowledged = self.features & !unwanted & !LOG_ALL;
+            self.acknowledge()?;
             let table: Vec<_> = ram.blocks().iter().map(|block| region(block)).collect();
             self.front
                 .set_mem_table(&table)
@@ -74,18 +83,7 @@ impl FrontEnd {
         }
         self.front.set_vring_num(queue, rings.size)?;
         self.front.set_vring_base(queue, 0)?;
-        let config = VringConfigData {
-            queue_max_size: rings.size,
-            queue_size: rings.size,
-            flags: 0,
-            desc_table_addr: ram.vmm_address(rings.descriptors, 16)?,
-            used_ring_addr: ram.vmm_address(rings.used, 4)?,
-            avail_ring_addr: ram.vmm_address(rings.available, 4)?,
-            log_addr: None,
-        };
-        self.front
-            .set_vring_addr(queue, &config)
-            .context("telling the ring's addresses")?;
+        self.tell_rings(ram, rings)?;
         self.front.set_vring_kick(queue, &rings.kick)?;
         self.front.set_vring_call(queue, &rings.call)?;
         self.front.set_vring_err(queue, &rings.error)?;
@@ -94,6 +92,45 @@ impl FrontEnd {
             "the backend offers no protocol features"
         );
         Ok(self.front.set_vring_enable(queue, true)?)
+    }
+
+    fn acknowledge(&self) -> Result<()> {
+        let logging = if self.log.is_some() { LOG_ALL } else { 0 };
+        self.front
+            .set_features(self.acknowledged | logging)
+            .context("acknowledging features")
+    }
+
+    /// Has the device's writes logged, or no longer; in QEMU's order, which tells each ring after it.
+    pub(super) fn set_log(&mut self, log: Option<DirtyLog>) -> Result<()> {
+        if let Some(log) = &log {
+            let region = VhostUserDirtyLogRegion {
+                mmap_size: log.bytes,
+                mmap_offset: 0,
+                mmap_handle: log.file.as_raw_fd(),
+            };
+            self.front
+                .set_log_base(0, Some(region))
+                .context("giving the log")?;
+        }
+        self.log = log;
+        self.acknowledge()
+    }
+
+    /// Tells where a queue's rings lie, and that its used ring is logged while there is a log.
+    pub(super) fn tell_rings(&mut self, ram: &Ram, rings: &Rings) -> Result<()> {
+        let config = VringConfigData {
+            queue_max_size: rings.size,
+            queue_size: rings.size,
+            flags: u32::from(self.log.is_some()),
+            desc_table_addr: ram.vmm_address(rings.descriptors, 16)?,
+            used_ring_addr: ram.vmm_address(rings.used, 4)?,
+            avail_ring_addr: ram.vmm_address(rings.available, 4)?,
+            log_addr: self.log.is_some().then_some(rings.used),
+        };
+        self.front
+            .set_vring_addr(rings.queue, &config)
+            .context("telling the ring's addresses")
     }
 
     /// Stops a queue; where its backend would go on.

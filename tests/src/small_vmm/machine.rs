@@ -20,7 +20,8 @@
 //! | `overrun` | `queue` `by` | offers more than there is; whether it was reported `broken` |
 //!
 //! By the main thread: `connect`, `disconnect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-stop`
-//! (`queue`), `plug` (`bytes`), `bombard` (`count`: signals to every vCPU), `info`, `exit`, `abort`.
+//! (`queue`), `plug` (`bytes`), `log-start` (`bytes`: of the log of pages that the device writes, large
+//! enough unless said), `log-take` (answers `pages`), `log-stop`, `bombard` (`count`: signals to every vCPU), `info`, `exit`, `abort`.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
@@ -33,6 +34,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
+use super::dirty_log::DirtyLog;
 use super::disk::{Descriptor, Request, Rings, SharedRings, hex, unhex};
 use super::front_end::FrontEnd;
 use super::pattern::{Stretch, Versions};
@@ -89,7 +91,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
                 tell(&command, result);
             }
             Some(
-                action @ ("connect" | "disconnect" | "disk-start" | "disk-stop" | "plug" | "info"),
+                action @ ("connect" | "disconnect" | "disk-start" | "disk-stop" | "plug" | "info"
+                | "log-start" | "log-take" | "log-stop"),
             ) => {
                 let path = arguments.socket.as_deref();
                 let result = obey_on_main(action, &command, &board, &mut front_end, path);
@@ -201,6 +204,21 @@ fn obey_on_main(
             let mut queues = board.queues.lock().expect("no holder panics");
             queues.remove(&queue);
             Ok(json!({"base": base}))
+        }
+        "log-start" | "log-stop" => {
+            let log = match action {
+                "log-start" => Some(DirtyLog::new(&board.ram, command["bytes"].as_u64())?),
+                _ => None,
+            };
+            front.set_log(log)?;
+            for rings in board.queues.lock().expect("no holder panics").values() {
+                front.tell_rings(&board.ram, &rings.lock().expect("no holder panics"))?;
+            }
+            Ok(json!({}))
+        }
+        "log-take" => {
+            let log = front.log.as_ref().context("nothing is logged")?;
+            Ok(json!({"pages": log.take()?}))
         }
         _ => Ok(json!({
             "pages": board.ram.pages(),

@@ -19,6 +19,7 @@ pub mod client;
 pub mod machine;
 
 mod arguments;
+mod dirty_log;
 mod disk;
 mod front_end;
 mod pattern;

@@ -10,6 +10,7 @@
 //! another pin of the same request is held.
 
 mod chain;
+mod dirty_log;
 mod disk;
 mod guard;
 mod memory;
@@ -31,6 +32,7 @@ use outram_wire::units::VmId;
 use vhost::vhost_user::{BackendReqHandler, Error};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
+use dirty_log::DirtyLog;
 use disk::{Disk, SECTOR_BYTES};
 use guard::Guard;
 use server::Connection;
@@ -140,6 +142,7 @@ impl Device {
                 disk: Disk::new(config.vm, capacity),
                 memory,
                 tally: Tally::default(),
+                log: DirtyLog::default(),
                 table: RwLock::new(Arc::new(Table::default())),
             }),
         })

@@ -16,6 +16,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 use super::chain::{self, Chain, ChainError, DescriptorTable, RawDescriptor};
+use super::dirty_log::DirtyLog;
 use super::guard::{Guard, RingMapping};
 use super::memory::{GuestMemory, HostRange, PinError, Pinned};
 use super::table::{MappedRegion, Table};
@@ -30,6 +31,8 @@ pub(super) struct RingAddresses {
     pub descriptors: u64,
     pub available: u64,
     pub used: u64,
+    /// Guest address that writes of the used ring are logged at, where the front end tells it.
+    pub used_log: Option<u64>,
 }
 
 /// Why a ring cannot be used.
@@ -39,6 +42,8 @@ pub(super) enum RingError {
     Size(u32),
     #[error("the ring at {0:#x} is misaligned or outside the memory table")]
     Address(u64),
+    #[error("the used ring is to be logged at {0:#x}, outside the memory table")]
+    LogAddress(u64),
     #[error("the ring's pages cannot be pinned")]
     Pin(#[from] PinError),
     #[error("the ring's pages cannot be mapped")]
@@ -56,6 +61,8 @@ pub(super) struct Ring {
     queue: Queue,
     memory: GuestMemoryMmap,
     mappings: Vec<RingMapping>,
+    /// Guest address and length of the used ring.
+    used: (u64, u64),
     /// Dropped last: the pages stay while they are mapped.
     _pins: [Box<dyn Pinned>; 2],
 }
@@ -78,6 +85,7 @@ impl Ring {
             descriptors,
             available,
             used,
+            used_log,
         } = addresses;
         let misaligned = |address| move |_| RingError::Address(address);
         queue
@@ -93,6 +101,7 @@ impl Ring {
         // Sizes of the split ring's parts with EVENT_IDX (virtio 1.2, section 2.7).
         let read = [(descriptors, 16 * size), (available, 6 + 2 * size)];
         let written = [(used, 6 + 8 * size)];
+        let used_at = guest_address_of(table, written[0], used_log)?;
         let pins = [
             pager.pin(&host_ranges(table, &read)?, false)?,
             pager.pin(&host_ranges(table, &written)?, true)?,
@@ -103,6 +112,7 @@ impl Ring {
             queue,
             memory,
             mappings,
+            used: (used_at, written[0].1),
             _pins: pins,
         };
         Ok(ring)
@@ -139,22 +149,38 @@ impl Ring {
     }
 
     /// Gives a chain back to the driver; whether it wants to be notified.
-    pub(super) fn complete(&mut self, head: u16, written: u32) -> Result<bool, RingError> {
-        self.queue.add_used(&self.memory, head, written)?;
+    pub(super) fn complete(
+        &mut self,
+        head: u16,
+        written: u32,
+        log: &DirtyLog,
+    ) -> Result<bool, RingError> {
+        let added = self.queue.add_used(&self.memory, head, written);
+        self.mark_used(log);
+        added?;
         let notify = self.queue.needs_notification(&self.memory)?;
         self.checked(notify)
     }
 
     /// Asks the driver for notifications; whether there is more to take already.
-    pub(super) fn wait_for_more(&mut self) -> Result<bool, RingError> {
-        let more = self.queue.enable_notification(&self.memory)?;
-        self.checked(more)
+    pub(super) fn wait_for_more(&mut self, log: &DirtyLog) -> Result<bool, RingError> {
+        let more = self.queue.enable_notification(&self.memory);
+        self.mark_used(log);
+        self.checked(more?)
     }
 
     /// Tells the driver that notifications are not needed for now.
-    pub(super) fn poll(&mut self) -> Result<(), RingError> {
-        self.queue.disable_notification(&self.memory)?;
+    pub(super) fn poll(&mut self, log: &DirtyLog) -> Result<(), RingError> {
+        let told = self.queue.disable_notification(&self.memory);
+        self.mark_used(log);
+        told?;
         self.checked(())
+    }
+
+    /// Notes the used ring as written, all of it: its index, event index and flags lie at both ends.
+    fn mark_used(&self, log: &DirtyLog) {
+        let (address, length) = self.used;
+        log.mark(address, length);
     }
 
     /// The value, unless a page of the ring was missing meanwhile.
@@ -194,6 +220,23 @@ fn pages_of(
         .by_vmm_address(address, length)
         .ok_or(RingError::Address(address))?;
     Ok((region, offset / PAGE..(offset + length).div_ceil(PAGE)))
+}
+
+/// The guest address of a part that the VMM gave its own address of: the one to log at, if told.
+fn guest_address_of(
+    table: &Table,
+    part: (u64, u64),
+    logged_at: Option<u64>,
+) -> Result<u64, RingError> {
+    let (address, length) = part;
+    let (region, offset) = table
+        .by_vmm_address(address, length)
+        .ok_or(RingError::Address(address))?;
+    match logged_at {
+        Some(logged_at) if table.holds_guest_range(logged_at, length) => Ok(logged_at),
+        Some(logged_at) => Err(RingError::LogAddress(logged_at)),
+        None => Ok(region.info.guest_address + offset),
+    }
 }
 
 /// The whole pages of these parts, as the pager addresses them.

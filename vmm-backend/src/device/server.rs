@@ -89,6 +89,8 @@ fn offered_features() -> u64 {
         | feature(VIRTIO_BLK_F_SEG_MAX)
         | feature(VIRTIO_BLK_F_SIZE_MAX)
         | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+        // Without it QEMU neither migrates nor saves the guest.
+        | VhostUserVirtioFeatures::LOG_ALL.bits()
 }
 
 impl Connection {
@@ -116,6 +118,7 @@ impl Connection {
         }
         state.regions.clear();
         self.replace_table(Table::default());
+        self.shared.log.clear();
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -150,6 +153,10 @@ impl Connection {
         if !queue.enabled || queue.signals.kick.is_none() || queue.worker.is_some() {
             return Ok(());
         }
+        // What it wrote before there is a log would be missed: the log's coming starts it.
+        if self.shared.log.is_awaited() {
+            return Ok(());
+        }
         let Some(mut ring) = queue.ring.take() else {
             return Ok(());
         };
@@ -165,6 +172,8 @@ impl Connection {
     fn set_regions(&self, state: &mut State, regions: Vec<Arc<MappedRegion>>) -> Result<()> {
         let infos: Vec<TableRegion> = regions.iter().map(|region| region.info).collect();
         let table = Table::new(regions.clone()).map_err(refuse)?;
+        let log = &self.shared.log;
+        log.set_guest_end(table.guest_end()).map_err(refuse)?;
         self.shared.memory.confirm(&infos).map_err(refuse)?;
         state.regions = regions;
         self.replace_table(table);
@@ -248,6 +257,7 @@ impl VhostUserBackendReqHandler for Connection {
     fn reset_device(&self) -> Result<()> {
         let mut state = self.state();
         state.features = 0;
+        self.shared.log.want(false).map_err(refuse)?;
         for queue in &mut state.queues {
             queue.halt();
             let signals = std::mem::take(&mut queue.signals);
@@ -271,6 +281,14 @@ impl VhostUserBackendReqHandler for Connection {
             )));
         }
         let mut state = self.state();
+        let logged = features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0;
+        let runs = state.queues.iter().any(|queue| queue.worker.is_some());
+        if logged && runs && !self.shared.log.is_there() {
+            return Err(refuse(
+                "writes are to be logged (VHOST_F_LOG_ALL) while queues run, but no log was given",
+            ));
+        }
+        self.shared.log.want(logged).map_err(refuse)?;
         state.features = features;
         if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
             // Without SET_VRING_ENABLE, rings are enabled from the start.
@@ -316,11 +334,11 @@ impl VhostUserBackendReqHandler for Connection {
     fn set_vring_addr(
         &self,
         index: u32,
-        _flags: VhostUserVringAddrFlags,
+        flags: VhostUserVringAddrFlags,
         descriptor: u64,
         used: u64,
         available: u64,
-        _log: u64,
+        log: u64,
     ) -> Result<()> {
         let table = {
             let table = self.shared.table.read();
@@ -331,6 +349,9 @@ impl VhostUserBackendReqHandler for Connection {
                 descriptors: descriptor,
                 available,
                 used,
+                used_log: flags
+                    .contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG)
+                    .then_some(log),
             };
             let stands = queue.ring.is_some() || queue.worker.is_some();
             if stands && queue.addresses == Some(addresses) {
@@ -400,7 +421,8 @@ impl VhostUserBackendReqHandler for Connection {
             | VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::RESET_DEVICE
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::LOG_SHMFD)
     }
 
     fn set_protocol_features(&self, _features: u64) -> Result<()> {
@@ -509,8 +531,21 @@ impl VhostUserBackendReqHandler for Connection {
         Err(unsupported())
     }
 
-    fn set_log_base(&self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        Err(unsupported())
+    fn set_log_base(&self, log: &VhostUserLog, file: File) -> Result<()> {
+        let VhostUserLog {
+            mmap_size,
+            mmap_offset,
+        } = *log;
+        let mut state = self.state();
+        let State {
+            features, queues, ..
+        } = &mut *state;
+        let log = &self.shared.log;
+        log.replace(file, mmap_offset, mmap_size).map_err(refuse)?;
+        for (index, queue) in (0..).zip(queues) {
+            self.start_if_ready(index, queue, *features)?;
+        }
+        Ok(())
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use outram_wire::units::PAGE_SIZE;
 
 use super::chain::Segment;
+use super::dirty_log::DirtyLog;
 use super::guard::{Guard, GuardedMapping, Stray};
 use super::memory::{GuestMemory, HostRange, TableRegion};
 use super::request::{AccessError, Buffers};
@@ -113,6 +114,19 @@ impl Table {
         })
     }
 
+    /// The first guest address behind all regions.
+    pub(super) fn guest_end(&self) -> u64 {
+        let ends = self.regions.iter();
+        let ends = ends.map(|region| region.info.guest_address + region.info.length);
+        ends.max().unwrap_or(0)
+    }
+
+    /// Whether a range of guest addresses lies in one region.
+    pub(super) fn holds_guest_range(&self, address: u64, length: u64) -> bool {
+        self.by_guest_address(address)
+            .is_some_and(|(region, offset)| length <= region.info.length - offset)
+    }
+
     /// The rest of the region that holds a guest address.
     fn by_guest_address(&self, address: u64) -> Option<(&MappedRegion, u64)> {
         let after = self
@@ -204,6 +218,7 @@ pub(super) struct PinnedBuffers<'a> {
     pub table: &'a Table,
     pub memory: &'a dyn GuestMemory,
     pub strays: &'a AtomicU64,
+    pub log: &'a DirtyLog,
 }
 
 impl PinnedBuffers<'_> {
@@ -245,7 +260,11 @@ impl Buffers for PinnedBuffers<'_> {
 
     fn write(&self, segments: &[Segment], offset: u64, from: &[u8]) -> Result<(), AccessError> {
         self.transfer(segments, offset, from.len(), true, |region, at, bytes| {
-            region.mapping.write(at, &from[bytes])
+            let (address, length) = (region.info.guest_address + at as u64, bytes.len() as u64);
+            let written = region.mapping.write(at, &from[bytes]);
+            // A write that failed may have been carried out in part.
+            self.log.mark(address, length);
+            written
         })
     }
 }
@@ -317,6 +336,7 @@ mod tests {
             table: &table,
             memory: &memory,
             strays: &strays,
+            log: &DirtyLog::default(),
         };
         let start = 8 * PAGE - 100;
         let segments = [
@@ -359,6 +379,7 @@ mod tests {
             table: &table,
             memory: &memory,
             strays: &strays,
+            log: &DirtyLog::default(),
         };
         for address in [0, 4 * PAGE - 1, 12 * PAGE - 10, 12 * PAGE, u64::MAX - 5] {
             let segments = [Segment {

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::dirty_log::DirtyLog;
 use super::disk::Disk;
 use super::guard;
 use super::memory::GuestMemory;
@@ -23,6 +24,8 @@ pub(super) struct Shared {
     pub disk: Disk,
     pub memory: Arc<dyn GuestMemory>,
     pub tally: Tally,
+    /// Pages written are noted here, after the write.
+    pub log: DirtyLog,
     /// Held for reading through each request, so that a replaced table is no longer in use once
     /// the front end gets its answer.
     pub table: RwLock<Arc<Table>>,
@@ -152,17 +155,17 @@ impl QueueServer {
     /// Serves requests until there are none, or a stop is wanted.
     fn serve_available(&mut self) -> Result<(), RingError> {
         loop {
-            self.ring.poll()?;
+            self.ring.poll(&self.shared.log)?;
             while !self.stop_is_wanted() {
                 let Some((head, chain)) = self.ring.next()? else {
                     break;
                 };
                 let written = self.execute(&chain);
-                if self.ring.complete(head, written)? {
+                if self.ring.complete(head, written, &self.shared.log)? {
                     self.notify();
                 }
             }
-            let more = self.ring.wait_for_more()?;
+            let more = self.ring.wait_for_more(&self.shared.log)?;
             if !more || self.stop_is_wanted() {
                 return Ok(());
             }
@@ -179,6 +182,7 @@ impl QueueServer {
             table: &table,
             memory: self.shared.memory.as_ref(),
             strays: &self.shared.tally.strays,
+            log: &self.shared.log,
         };
         let completion = request::execute(chain, &self.shared.disk, &buffers);
         self.shared.tally.request(completion.succeeded);
