@@ -1,5 +1,6 @@
 # make demo         a guest with half of its RAM on a memory server, shown while it runs
 # make test         everything that is tested, ending in 'N passed, N failed, N skipped'
+# make man          manual pages and shell completions, to target/manual
 # make check        formatting, lints, documentation
 # make clean-state  removes what interrupted runs may have left behind
 #
@@ -8,7 +9,7 @@
 
 export PATH := $(PATH):/usr/sbin:/sbin
 
-.PHONY: all build demo test check images clean-state
+.PHONY: all build demo test man check images clean-state
 
 all: build
 
@@ -22,6 +23,10 @@ demo:
 
 test:
 	@tests/scripts/run-tests.sh
+
+man:
+	cargo build --profile $(or $(PROFILE),dev) -p outram-libvirt -p outram-tests --bin outram --bin manual
+	target/$(if $(filter release,$(PROFILE)),release,debug)/manual target/manual
 
 check:
 	cargo fmt --all --check

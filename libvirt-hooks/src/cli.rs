@@ -1,6 +1,7 @@
 //! The `outram` command line: its arguments, and one module for each subcommand.
 
 pub mod attach;
+pub mod completion;
 pub mod doctor;
 mod host_checks;
 pub mod metrics;
@@ -72,6 +73,11 @@ pub enum Command {
     Status(status::StatusArguments),
     /// Print the metrics of a running domain in Prometheus' text form
     Metrics(metrics::MetricsArguments),
+    /// Print a script by which a shell completes outram's command line, domains' names included
+    ///
+    /// Packages install it. By hand: 'outram completions bash' to
+    /// /etc/bash_completion.d/outram, or the like of your shell.
+    Completions(completion::CompletionsArguments),
 }
 
 /// How much of the host's memory a guest may use: exactly one of the two.
@@ -126,5 +132,6 @@ pub fn run(arguments: &Arguments) -> Result<bool> {
         Command::Tune(tune) => tune.run(uri, &paths),
         Command::Status(status) => status.run(uri, &paths),
         Command::Metrics(metrics) => metrics.run(uri, &paths),
+        Command::Completions(completions) => completions.run(),
     }
 }

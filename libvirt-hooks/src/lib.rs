@@ -13,6 +13,7 @@ pub mod daemons;
 mod detached;
 pub mod domain_xml;
 pub mod hook;
+pub mod hook_arguments;
 pub mod host;
 pub mod launch;
 pub mod libvirt;

@@ -68,6 +68,19 @@ pub struct Libvirt {
 impl Libvirt {
     /// Connects to `uri`, or to what the environment names, or to the system's.
     pub fn connect(uri: Option<&str>) -> Result<Self, LibvirtError> {
+        Self::open(uri, Connect::open)
+    }
+
+    /// As [`Self::connect`], for looking only: where libvirt's settings are the usual ones, every
+    /// user may, and nobody is asked for a password.
+    pub fn connect_to_read(uri: Option<&str>) -> Result<Self, LibvirtError> {
+        Self::open(uri, Connect::open_read_only)
+    }
+
+    fn open(
+        uri: Option<&str>,
+        open: fn(Option<&str>) -> Result<Connect, Error>,
+    ) -> Result<Self, LibvirtError> {
         let uri = match uri {
             Some(uri) => uri.to_owned(),
             None => env::var(URI_VARIABLE)
@@ -78,7 +91,7 @@ impl Libvirt {
         check_uri(&uri)?;
         // Without this, libvirt prints each error by itself as well.
         virt::error::clear_error_callback();
-        let connection = Connect::open(Some(&uri)).map_err(|error| LibvirtError::Connect {
+        let connection = open(Some(&uri)).map_err(|error| LibvirtError::Connect {
             uri: uri.clone(),
             error,
         })?;
@@ -86,6 +99,16 @@ impl Libvirt {
         let canonical = connection.uri().map_err(call("tell its URI"))?;
         check_uri(&canonical)?;
         Ok(Self { connection })
+    }
+
+    /// The names of all domains, running or not.
+    pub fn domain_names(&self) -> Result<Vec<String>, LibvirtError> {
+        let domains = self.connection.list_all_domains(0);
+        let domains = domains.map_err(call("list its domains"))?;
+        domains
+            .iter()
+            .map(|domain| domain.name().map_err(call("tell a domain's name")))
+            .collect()
     }
 
     /// Finds a domain by name or UUID.

@@ -7,6 +7,7 @@ use outram_libvirt::cli;
 use outram_wire::causes::with_causes;
 
 fn main() -> ExitCode {
+    cli::completion::answer_shell();
     let arguments = cli::Arguments::parse();
     match cli::run(&arguments) {
         Ok(true) => ExitCode::SUCCESS,

@@ -12,6 +12,7 @@
 //! lies in a slab. Whatever a client does, others lose nothing by it: each connection has a thread,
 //! bounded buffers and time-outs of its own.
 
+mod arguments;
 mod config;
 mod control;
 mod data;
@@ -23,6 +24,7 @@ mod server;
 mod session;
 mod slab;
 
+pub use arguments::Arguments;
 pub use config::{
     Config, ConfigError, DEFAULT_LEASE_TIMEOUT, DEFAULT_SLAB_BYTES, Flags, MAX_SLAB_BYTES,
     MIN_LEASE_TIMEOUT, MIN_SLAB_BYTES, Size, Span, SpanError,

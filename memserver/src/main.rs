@@ -5,39 +5,21 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Parser;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use outram_memserver::{Config, Flags, Server};
+use outram_memserver::{Arguments, Config, Flags, Server};
 use outram_wire::units::format_size;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing_subscriber::EnvFilter;
 
-/// Lends this machine's idle memory to the guests of other hosts.
-///
-/// Clients connect with TLS certificates of the operator's own CA ('outram pki'). What they lease is
-/// taken from the system slab by slab, at most --memory of it, and given back, emptied, when they
-/// release it or when their lease ends.
-///
-/// SIGTERM and SIGINT end the server and every lease: guests whose pages it holds stop. SIGHUP reads
-/// the certificates and, from the file of --config, 'memory' again; clients are asked to give back
-/// what is leased beyond.
-///
-/// Logs go to standard error; RUST_LOG chooses what (info by default).
-#[derive(Parser)]
-#[command(name = "outram-memserver", version, max_term_width = 100)]
-struct Cli {
-    #[command(flatten)]
-    flags: Flags,
-}
-
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let arguments = Arguments::parse();
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .init();
-    match run(&cli.flags) {
+    match run(&arguments.flags) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("outram-memserver: {error:#}");
@@ -125,11 +107,5 @@ mod tests {
         assert_eq!(ram_bytes(text), Some(16_374_620 * 1024));
         assert_eq!(ram_bytes("MemFree: 1 kB\n"), None);
         assert_eq!(ram_bytes("MemTotal: many kB\n"), None);
-    }
-
-    #[test]
-    fn the_command_line_is_well_formed() {
-        use clap::CommandFactory;
-        Cli::command().debug_assert();
     }
 }

@@ -1,5 +1,6 @@
 //! Pages one guest's RAM between its host and memory servers.
 
+pub mod arguments;
 pub mod daemon;
 pub mod device;
 pub mod engine;

@@ -1,38 +1,15 @@
 //! `outram-backend`: pages one guest's RAM between its host and memory servers.
 
-use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::Parser;
+use outram_backend::arguments::{Arguments, Command};
 use outram_backend::{daemon, handover};
 use outram_wire::causes::with_causes;
 use tracing_subscriber::EnvFilter;
 
-/// Pages one guest's RAM between its host and memory servers.
-///
-/// libvirt's hook starts one for each guest that 'outram attach' was used on; it ends with its
-/// guest. Logs go to standard error; RUST_LOG chooses what (info by default).
-#[derive(Parser)]
-#[command(name = "outram-backend", version, max_term_width = 100)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand)]
-enum Command {
-    /// Serve one guest until it ends
-    Run(Box<daemon::Flags>),
-    /// Create userfaultfds inside a VMM; started by 'run' itself
-    #[command(hide = true, disable_help_flag = true)]
-    Inject {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        args: Vec<OsString>,
-    },
-}
-
 fn main() -> ExitCode {
-    let flags = match Cli::parse().command {
+    let flags = match Arguments::parse().command {
         Command::Inject { args } => return handover::injector_main(args),
         Command::Run(flags) => flags,
     };

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use outram_wire::units::{Limit, format_size};
 
+use super::completion::domain_names;
 use super::{LimitArguments, parse_server};
 use crate::attachment::{self, AttachRequest, Change};
 use crate::backend_control::{BackendControl, ControlError};
@@ -58,6 +59,7 @@ fn list(refusals: &[Refusal]) -> String {
 #[derive(Debug, Args)]
 pub struct AttachArguments {
     /// Name or UUID of the domain
+    #[arg(add = domain_names())]
     domain: String,
     #[command(flatten)]
     limit: LimitArguments,
@@ -75,6 +77,7 @@ pub struct AttachArguments {
 #[derive(Debug, Args)]
 pub struct DetachArguments {
     /// Name or UUID of the domain
+    #[arg(add = domain_names())]
     domain: String,
     /// Show what would change, and change nothing
     #[arg(long)]

@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::Result;
 use clap::Args;
 
+use super::completion::domain_names;
 use super::host_checks;
 use crate::daemons::{Daemon, RELOAD_STAMP};
 use crate::domain_xml::DomainXml;
@@ -24,6 +25,7 @@ const QEMU_OLDEST: Version = Version(7, 2, 0);
 #[derive(Debug, Args)]
 pub struct DoctorArguments {
     /// Name or UUID of a domain to check as well
+    #[arg(add = domain_names())]
     domain: Option<String>,
 }
 

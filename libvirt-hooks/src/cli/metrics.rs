@@ -3,6 +3,7 @@
 use anyhow::Result;
 use clap::Args;
 
+use super::completion::domain_names;
 use super::report::find_guest;
 use crate::host::Paths;
 
@@ -10,6 +11,7 @@ use crate::host::Paths;
 #[derive(Debug, Args)]
 pub struct MetricsArguments {
     /// Name or UUID of the domain
+    #[arg(add = domain_names())]
     domain: String,
 }
 

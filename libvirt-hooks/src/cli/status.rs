@@ -5,6 +5,7 @@ use clap::Args;
 use outram_wire::control::{ServerStatus, Status};
 use outram_wire::units::format_size;
 
+use super::completion::domain_names;
 use super::report::{Report, State, all_guests, find_guest, report, reports};
 use crate::host::Paths;
 
@@ -12,6 +13,7 @@ use crate::host::Paths;
 #[derive(Debug, Args)]
 pub struct StatusArguments {
     /// Name or UUID of the domain; all domains with a backend if not given
+    #[arg(add = domain_names())]
     domain: Option<String>,
     /// Print JSON: one object for a domain, a list of them without
     #[arg(long)]

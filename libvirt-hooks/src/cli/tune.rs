@@ -4,6 +4,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 
 use super::LimitArguments;
+use super::completion::domain_names;
 use super::report::{Guest, find_guest};
 use crate::domain_xml::DomainXml;
 use crate::host::Paths;
@@ -14,6 +15,7 @@ use crate::metadata::{self, MemorySettings};
 #[derive(Debug, Args)]
 pub struct TuneArguments {
     /// Name or UUID of the domain
+    #[arg(add = domain_names())]
     domain: String,
     #[command(flatten)]
     limit: LimitArguments,

@@ -1,0 +1,33 @@
+//! The command line of `outram-backend`; its manual page is made from this.
+
+use std::ffi::OsString;
+
+use clap::{Parser, Subcommand};
+
+use crate::daemon::Flags;
+
+/// Pages one guest's RAM between its host and memory servers.
+///
+/// libvirt's hook starts one for each guest that 'outram attach' was used on; it ends with its
+/// guest. Logs go to standard error; RUST_LOG chooses what (info by default).
+#[derive(Debug, Parser)]
+#[command(name = "outram-backend", version, max_term_width = 100)]
+pub struct Arguments {
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve one guest until it ends
+    Run(Box<Flags>),
+    /// Create userfaultfds inside a VMM; started by 'run' itself
+    #[command(hide = true, disable_help_flag = true)]
+    Inject {
+        /// As 'run' gives them.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
+}
