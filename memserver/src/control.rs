@@ -12,7 +12,7 @@ use outram_wire::server::{
 
 use crate::ledger::{Caller, Ended, Hold, Ledger, Wish};
 use crate::metrics::{Metrics, Outcome, With};
-use crate::session::Holder;
+use crate::session::{Holder, Seat};
 
 /// A client that does not take an answer for so long is left.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -39,7 +39,15 @@ pub(crate) fn serve(
     };
     let (wish, holder, secret) = match purpose {
         Purpose::Observe => return observe(desk, channel, name, version),
-        Purpose::Guest { vm, secret } => (Wish::Guest(vm), Holder::Guest(vm), secret),
+        Purpose::Guest {
+            vm,
+            secret,
+            arrives,
+        } => (
+            Wish::Guest { vm, arrives },
+            Holder::Guest(vm, Seat::First),
+            secret,
+        ),
         Purpose::Disk {
             disk,
             secret,

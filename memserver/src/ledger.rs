@@ -21,6 +21,7 @@ use crate::slab::{Counts, Slab};
 
 mod admission;
 mod disks;
+mod guests;
 #[cfg(test)]
 mod model_tests;
 
@@ -56,12 +57,16 @@ struct Books {
     memory_bytes: u64,
     next_slab: u64,
     next_control: u64,
+    /// Accounts opened so far.
+    opened: u64,
     closing: bool,
     accounts: HashMap<Holder, Account>,
 }
 
 struct Account {
     session: Arc<Session>,
+    /// Which of all accounts ever opened it is.
+    opened: u64,
     reserved_bytes: u64,
     renewed_at: BootTime,
     control: Option<Arc<Control>>,
@@ -145,6 +150,7 @@ impl Ledger {
                 // but for the top bit, which leaves room to count.
                 next_slab: (u64::from_le_bytes(start) >> 1) + 1,
                 next_control: 1,
+                opened: 0,
                 closing: false,
                 accounts: HashMap::new(),
             }),
@@ -441,7 +447,7 @@ impl Account {
     }
 
     fn client_stats(&self, slab_bytes: u64) -> Option<ClientStats> {
-        let Holder::Guest(vm) = self.session.holder else {
+        let Holder::Guest(vm, _) = self.session.holder else {
             return None;
         };
         let slabs = self.session.slab_count();

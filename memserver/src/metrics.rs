@@ -279,9 +279,10 @@ impl Metrics {
                 vm: client.vm.to_string(),
             };
             let leased = self.client_leased_bytes.get_or_create(&label).clone();
-            leased.set(signed(client.leased_bytes));
+            // A guest that is migrated under one certificate has two sessions.
+            leased.inc_by(signed(client.leased_bytes));
             let reserved = self.client_reserved_bytes.get_or_create(&label).clone();
-            reserved.set(signed(client.reserved_bytes));
+            reserved.inc_by(signed(client.reserved_bytes));
         }
         self.disk_leased_bytes.clear();
         self.disk_reserved_bytes.clear();

@@ -18,9 +18,16 @@ use crate::slab::{Piece, Slab};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Holder {
     /// A guest's pages.
-    Guest(VmId),
+    Guest(VmId, Seat),
     /// A far-memory disk's contents.
     Disk(DiskId),
+}
+
+/// Which of a guest's sessions one is: while the guest is migrated there are two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Seat {
+    First,
+    Second,
 }
 
 impl Holder {
@@ -33,7 +40,7 @@ impl Holder {
 impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Guest(vm) => write!(f, "guest {vm}"),
+            Self::Guest(vm, _) => write!(f, "guest {vm}"),
             Self::Disk(disk) => write!(f, "disk {disk}"),
         }
     }
@@ -241,7 +248,7 @@ mod tests {
     }
 
     fn session() -> Arc<Session> {
-        let holder = Holder::Guest(VmId(uuid::Uuid::from_u128(1)));
+        let holder = Holder::Guest(VmId(uuid::Uuid::from_u128(1)), Seat::First);
         let name = ClientName("host".to_owned());
         Arc::new(Session::new(holder, name, SessionSecret([1; 32])))
     }

@@ -274,6 +274,89 @@ fn a_backend_that_is_gone_keeps_its_guest_from_nothing() {
 }
 
 #[test]
+fn source_and_destination_of_a_migration_have_a_session_each() {
+    let pki = Pki::new();
+    let server = server(&pki, 4, |_| {});
+    let address = server.local_addr();
+    let mut source = Client::with_slabs(&server, &pki, 1, 1);
+    let kept = source.lease();
+    source.data().write(kept, 0, &[1; 4096]);
+    let elsewhere = pki.issue(outram_wire::tls::Kind::Client, "elsewhere");
+    // Under another certificate, and under the same one for hosts that share theirs.
+    for (identity, secret) in [(&elsewhere, 2), (&pki.client, 3)] {
+        let mut arrived = Client::arrive(address, identity, vm(1), secret).expect("admitted");
+        assert!(!arrived.welcome.resumed && arrived.welcome.held.is_empty());
+        let slab_bytes = arrived.welcome.slab_bytes;
+        let reply = arrived.ask(Request::Reserve { bytes: slab_bytes });
+        assert_eq!(reply, Reply::Reserved { bytes: slab_bytes });
+        let slab = arrived.lease();
+        arrived.data().write(slab, 0, &[2; 4096]);
+        assert_eq!(source.data().read(kept, 0, 4096), [1; 4096]);
+        // A third is one too many, however it comes; so is a start by mistake.
+        for outcome in [
+            Client::arrive(address, identity, vm(1), 9),
+            Client::connect(address, identity, vm(1), 9),
+            Client::connect(address, &pki.client, vm(1), 9),
+        ] {
+            let refused = outcome.err();
+            assert!(
+                matches!(refused, Some(Refusal::SessionTaken { .. })),
+                "{refused:?}"
+            );
+        }
+        // Both come back to what is theirs.
+        source = Client::connect(address, &pki.client, vm(1), 1).expect("its own");
+        assert_eq!(source.welcome.held, [kept]);
+        arrived = Client::connect(address, identity, vm(1), secret).expect("its own");
+        assert_eq!(arrived.welcome.held, [slab]);
+        assert_eq!(arrived.ask(Request::Goodbye), Reply::Done);
+        assert_eq!(source.data().read(kept, 0, 4096), [1; 4096]);
+    }
+    let arrived = Client::arrive(address, &elsewhere, vm(1), 4).expect("admitted");
+    assert_eq!(source.ask(Request::Goodbye), Reply::Done);
+    // The guest lives there now: it can be migrated back.
+    let refused = Client::connect(address, &pki.client, vm(1), 5).err();
+    assert!(matches!(refused, Some(Refusal::SessionTaken { .. })));
+    assert!(Client::arrive(address, &pki.client, vm(1), 5).is_ok());
+    drop(arrived);
+}
+
+#[test]
+fn an_arrival_takes_the_place_of_a_failed_one_but_never_its_sources() {
+    let pki = Pki::new();
+    let server = server(&pki, 4, |_| {});
+    let address = server.local_addr();
+    let mut source = Client::with_slabs(&server, &pki, 1, 1);
+    let kept = source.lease();
+    source.data().write(kept, 0, &[1; 4096]);
+    // The source is cut off for a moment, its destination under the same certificate dies and tries
+    // again: twice.
+    drop(source);
+    let connected = || {
+        let clients = server.stats().clients;
+        clients.iter().filter(|client| client.connected).count()
+    };
+    eventually("its end is noticed", || connected() == 0);
+    for secret in [2, 3, 4] {
+        let arrived = Client::arrive(address, &pki.client, vm(1), secret).expect("admitted");
+        assert!(!arrived.welcome.resumed);
+        drop(arrived);
+        eventually("its end is noticed", || connected() == 0);
+        assert_eq!(server.stats().clients.len(), 2);
+    }
+    let source = Client::connect(address, &pki.client, vm(1), 1).expect("its own");
+    assert!(source.welcome.resumed);
+    assert_eq!(source.welcome.held, [kept]);
+    drop(source);
+    eventually("its end is noticed", || connected() == 0);
+    // A start of the guest on that host means that neither lives any more.
+    let fresh = Client::connect(address, &pki.client, vm(1), 7).expect("admitted");
+    assert!(!fresh.welcome.resumed);
+    let stats = server.stats();
+    assert_eq!((stats.clients.len(), stats.leased_bytes), (1, 0));
+}
+
+#[test]
 fn a_goodbye_frees_everything() {
     let pki = Pki::new();
     let server = server(&pki, 2, |_| {});

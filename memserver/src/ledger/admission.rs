@@ -1,9 +1,5 @@
-//! Whose a session is, and how it passes from one control connection to the next.
-//!
-//! A session is its client's who shows the same certificate and the same secret. One whose secret
-//! is another, but whose certificate is the same, takes the session's place only if nobody is
-//! connected to it: then the backend that knew the secret is gone, and its guest with it. Anybody
-//! else waits until the lease ends.
+//! How a session passes from one control connection to the next. Whose it is, is told by
+//! [`super::guests`] and [`super::disks`].
 
 use std::collections::BTreeSet;
 use std::net::TcpStream;
@@ -21,7 +17,11 @@ use crate::session::{Holder, Session};
 #[derive(Clone, Debug)]
 pub(crate) enum Wish {
     /// The session of a guest's pages.
-    Guest(VmId),
+    Guest {
+        vm: VmId,
+        /// It comes by migration: it may still run elsewhere.
+        arrives: bool,
+    },
     /// A disk.
     Disk(DiskId, Opening),
 }
@@ -40,8 +40,8 @@ pub(super) struct Claim {
     pub(super) session: Arc<Session>,
     /// The session was there before.
     pub(super) resumed: bool,
-    /// The session whose place it takes.
-    pub(super) superseded: Option<Arc<Session>>,
+    /// The sessions whose place it takes.
+    pub(super) superseded: Vec<Arc<Session>>,
 }
 
 impl Ledger {
@@ -49,11 +49,12 @@ impl Ledger {
     /// connection of the former one has ended.
     pub(crate) fn admit(&self, caller: &Caller<'_>) -> Result<Hold, Refusal> {
         let claim = self.claim(caller)?;
-        let superseded_slabs = claim.superseded.map(|session| {
+        let mut superseded_slabs = None;
+        for session in claim.superseded {
             // Its slabs are freed whether or not its threads are done with them by now.
             session.fence(FENCE_TIMEOUT);
-            session.take_slabs().len() as u64
-        });
+            *superseded_slabs.get_or_insert(0) += session.take_slabs().len() as u64;
+        }
         if claim.resumed && !claim.session.fence(FENCE_TIMEOUT) {
             if let Some(account) = self.books().account_with(&claim.session) {
                 account.resuming = false;
@@ -72,40 +73,10 @@ impl Ledger {
         if books.closing {
             return Err(Refusal::Closing);
         }
-        let vm = match &caller.wish {
-            Wish::Guest(vm) => *vm,
-            Wish::Disk(disk, opening) => {
-                return self.claim_disk(&mut books, caller, *disk, opening);
-            }
-        };
-        let holder = Holder::Guest(vm);
-        let mut superseded = None;
-        if let Some(account) = books.accounts.get_mut(&holder) {
-            if account.resuming {
-                return Err(Refusal::SessionBusy);
-            }
-            let same_name = account.session.name == *caller.name;
-            if same_name && account.session.secret == caller.secret {
-                return Ok(Claim {
-                    session: account.begin_resumption(),
-                    resumed: true,
-                    superseded: None,
-                });
-            }
-            if !same_name || account.control.is_some() {
-                let ends = account.renewed_at.after(self.terms.lease_timeout);
-                return Err(Refusal::SessionTaken {
-                    vm,
-                    ends_in_s: ends.since(BootTime::now()).as_secs() + 1,
-                });
-            }
-            superseded = books.accounts.remove(&holder);
+        match &caller.wish {
+            Wish::Guest { vm, arrives } => self.claim_guest(&mut books, caller, *vm, *arrives),
+            Wish::Disk(disk, opening) => self.claim_disk(&mut books, caller, *disk, opening),
         }
-        Ok(Claim {
-            session: self.open_account(&mut books, caller, holder, None)?,
-            resumed: false,
-            superseded: superseded.map(|account| account.session),
-        })
     }
 
     pub(super) fn open_account(
@@ -125,8 +96,10 @@ impl Ledger {
         }
         let session = Session::new(holder, caller.name.clone(), caller.secret);
         let session = Arc::new(session);
+        books.opened += 1;
         let account = Account {
             session: session.clone(),
+            opened: books.opened,
             reserved_bytes: 0,
             renewed_at: BootTime::now(),
             control: None,

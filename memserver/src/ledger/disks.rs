@@ -60,7 +60,10 @@ impl Ledger {
                 Ok(Claim {
                     session,
                     resumed: false,
-                    superseded: superseded.map(|account| account.session),
+                    superseded: superseded
+                        .map(|account| account.session)
+                        .into_iter()
+                        .collect(),
                 })
             }
             (_, None) => Err(Refusal::NoSuchDisk { disk }),
@@ -72,7 +75,7 @@ impl Ledger {
                 Ok(Claim {
                     session: account.begin_resumption(),
                     resumed: true,
-                    superseded: None,
+                    superseded: Vec::new(),
                 })
             }
         }

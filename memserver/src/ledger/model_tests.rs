@@ -69,7 +69,10 @@ impl World {
 
     fn admit(&self, vm: u128, secret: u8) -> Result<Hold, Refusal> {
         self.ledger.admit(&Caller {
-            wish: Wish::Guest(VmId(uuid::Uuid::from_u128(vm))),
+            wish: Wish::Guest {
+                vm: VmId(uuid::Uuid::from_u128(vm)),
+                arrives: false,
+            },
             name: &self.name,
             secret: SessionSecret([secret; 32]),
             socket: &self.socket,

@@ -99,10 +99,15 @@ pub fn receive(channel: &mut Channel) -> Result<ServerMessage, ChannelError> {
 }
 
 pub fn hello(vm: VmId, secret: u8) -> ClientMessage {
-    hello_for(Purpose::Guest {
+    hello_for(guest(vm, secret, false))
+}
+
+fn guest(vm: VmId, secret: u8, arrives: bool) -> Purpose {
+    Purpose::Guest {
         vm,
         secret: SessionSecret([secret; 32]),
-    })
+        arrives,
+    }
 }
 
 fn hello_for(purpose: Purpose) -> ClientMessage {
@@ -121,6 +126,16 @@ impl Client {
         secret: u8,
     ) -> Result<Self, Refusal> {
         Self::greet(server, identity, &hello(vm, secret))
+    }
+
+    /// Connects as the destination of a migration.
+    pub fn arrive(
+        server: SocketAddr,
+        identity: &Issued,
+        vm: VmId,
+        secret: u8,
+    ) -> Result<Self, Refusal> {
+        Self::for_purpose(server, identity, guest(vm, secret, true))
     }
 
     /// Connects for any purpose.

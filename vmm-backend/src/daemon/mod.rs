@@ -22,6 +22,7 @@ use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use outram_wire::causes::with_causes;
+use outram_wire::incoming::Incoming;
 
 pub use config::{Config, ConfigError, Flags};
 
@@ -72,6 +73,7 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
         secret: outram_wire::server::SessionSecret::random()
             .map_err(std::io::Error::other)
             .context("drawing a secret")?,
+        arrives: config.incoming == Some(Incoming::Migration),
         // One for each shard, one for write-back.
         data_connections: config.shards as usize + 1,
         timing: Timing::default(),

@@ -63,6 +63,7 @@ impl Keeper {
         let purpose = Purpose::Guest {
             vm: config.vm,
             secret: config.secret,
+            arrives: config.arrives,
         };
         let mut greeted = dialer.control(&purpose)?;
         dialer.reserve_first(&mut greeted, reserve_bytes)?;

@@ -44,6 +44,8 @@ pub struct RemoteConfig {
     /// Opens the sessions, and proves that they are ours after a reconnection. A backend that is to
     /// take over from its predecessor keeps it where that one's page table lies.
     pub secret: SessionSecret,
+    /// The guest comes by migration: the source's backend may hold a session of its own.
+    pub arrives: bool,
     /// Data connections to each server; their roles are 0 up to this.
     pub data_connections: usize,
     /// Times.

@@ -70,6 +70,7 @@ fn config(address: SocketAddr, tls: impl Into<TlsFiles>) -> RemoteConfig {
         tls: tls.into(),
         vm: VmId(uuid::Uuid::from_u128(7)),
         secret: SessionSecret([7; 32]),
+        arrives: false,
         data_connections: 2,
         timing: Timing {
             renew: Duration::from_millis(50),

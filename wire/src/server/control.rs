@@ -59,6 +59,9 @@ pub enum Purpose {
         vm: VmId,
         /// Opens the session, or proves that it is the client's own.
         secret: SessionSecret,
+        /// The guest comes by migration: another session of it may stand until it has come.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        arrives: bool,
     },
     /// A backend that stores the contents of its guest's far-memory disk. A disk is an object of
     /// its own: it outlives the connection, and the guest's session, until it is dropped.
@@ -419,6 +422,7 @@ mod tests {
             purpose: Purpose::Guest {
                 vm,
                 secret: SessionSecret([0xab; 32]),
+                arrives: false,
             },
         });
         let text = serde_json::to_string(&message).expect("a message is JSON");
