@@ -6,7 +6,7 @@ set -euo pipefail
 # qemu-utils is not asked for: a newer one of backports does not go together with Debian's QEMU.
 packages="qemu-system-x86 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients
   libvirt-dev libclang-dev clang gcc libc6-dev pkg-config busybox-static cpio zstd kmod iproute2 xz-utils
-  util-linux procps ca-certificates groff-base"
+  util-linux procps ca-certificates groff-base virtinst"
 oldest_rust=88   # of 1.x: what Cargo.toml says
 
 fail() { echo "prepare: $*" >&2; exit 1; }

@@ -51,7 +51,13 @@ impl Spec {
 
     /// The serial line's socket.
     pub fn serial_socket(&self) -> PathBuf {
-        PathBuf::from(format!("/var/lib/libvirt/qemu/{}.serial", self.name))
+        PathBuf::from(format!("/var/lib/libvirt/qemu/{}.serial", self.stem()))
+    }
+
+    /// Its name as a part of our own files' names: odd names may be too long, or worse.
+    fn stem(&self) -> String {
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
+        self.name.chars().filter(|c| plain(*c)).take(32).collect()
     }
 
     /// The domain as a user of libvirt would write it.
@@ -81,7 +87,7 @@ impl Spec {
   <devices>
     <serial type='unix'>
       <source mode='bind' path='{serial}'/>
-      <log file='/var/log/libvirt/qemu/{name}-serial.log' append='on'/>
+      <log file='/var/log/libvirt/qemu/{stem}-serial.log' append='on'/>
       <target port='0'/>
     </serial>
     <memballoon model='virtio'{reporting}/>
@@ -89,7 +95,8 @@ impl Spec {
   </devices>
 </domain>
 ",
-            name = self.name,
+            name = self.name.replace('&', "&amp;").replace('<', "&lt;"),
+            stem = self.stem(),
             metadata = self.metadata,
             memory = self.memory_mib,
             vcpus = self.vcpus,
@@ -112,21 +119,23 @@ pub struct Guest {
 impl Guest {
     /// Defines the domain.
     pub fn define(spec: Spec) -> Result<Self> {
-        let file = PathBuf::from(format!("/run/{}.xml", spec.name));
+        let file = PathBuf::from(format!("/run/{}.xml", spec.stem()));
         fs::write(&file, spec.xml())?;
         virsh_ok(&["define", &file.display().to_string()])?;
-        let uuid = virsh_ok(&["domuuid", &spec.name])?.trim().to_owned();
+        let uuid = virsh_ok(&["domuuid", &format!("--domain={}", spec.name)])?
+            .trim()
+            .to_owned();
         Ok(Self { spec, uuid })
     }
 
-    /// Its name.
+    /// The name it was defined with.
     pub fn name(&self) -> &str {
         &self.spec.name
     }
 
     /// Starts it, and waits until its checker is ready.
     pub fn boot(&self) -> Result<Console> {
-        virsh_ok(&["start", self.name()])?;
+        virsh_ok(&["start", &self.uuid])?;
         self.console()
     }
 
@@ -139,7 +148,7 @@ impl Guest {
 
     /// libvirt's word for its state: `running`, `shut off`, `paused`…
     pub fn state(&self) -> Result<String> {
-        Ok(virsh_ok(&["domstate", self.name()])?.trim().to_owned())
+        Ok(virsh_ok(&["domstate", &self.uuid])?.trim().to_owned())
     }
 
     /// Waits for a state.
@@ -151,7 +160,8 @@ impl Guest {
 
     /// QEMU's process, as libvirt noted it.
     pub fn qemu_pid(&self) -> Result<u32> {
-        let file = format!("/run/libvirt/qemu/{}.pid", self.name());
+        let name = virsh_ok(&["domname", &self.uuid])?;
+        let file = format!("/run/libvirt/qemu/{}.pid", name.trim_end());
         let text = fs::read_to_string(&file).with_context(|| file.clone())?;
         text.trim().parse().with_context(|| file)
     }
@@ -209,7 +219,7 @@ impl Guest {
     /// Ends it at once; it must be gone within five seconds, whatever stands still.
     pub fn destroy(&self) -> Result<()> {
         let start = std::time::Instant::now();
-        virsh_ok(&["destroy", self.name()])?;
+        virsh_ok(&["destroy", &self.uuid])?;
         let took = start.elapsed();
         if took > Duration::from_secs(5) {
             bail!("virsh destroy took {took:?}; it must work within 5 s in every state");
@@ -248,7 +258,7 @@ pub fn greet(console: &mut Console) -> Result<()> {
 impl Drop for Guest {
     fn drop(&mut self) {
         // A domain that is off already refuses; the sandbox's end takes what is left.
-        let _ = virsh(&["destroy", self.name()]);
-        let _ = virsh(&["undefine", self.name()]);
+        let _ = virsh(&["destroy", &self.uuid]);
+        let _ = virsh(&["undefine", &self.uuid]);
     }
 }

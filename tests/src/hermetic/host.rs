@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use super::command::{Finished, run, run_within, wait_for};
 
@@ -139,25 +141,55 @@ impl Host {
             .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    fn start_daemons(&self) -> Result<()> {
-        for name in ["virtlogd", "libvirtd"] {
-            let log = File::create(format!("/var/log/libvirt/{name}.out"))?;
-            let path = std::env::var("PATH").unwrap_or_default();
-            let child = Command::new(name)
-                .env("PATH", format!("{}:{path}", self.programs.display()))
-                .stdin(Stdio::null())
-                .stdout(log.try_clone()?)
-                .stderr(log)
-                .spawn()
-                .with_context(|| format!("{name} could not be run"))?;
-            self.lock().push((name, child));
-        }
-        wait_for("libvirtd to answer", Duration::from_secs(60), || {
-            let answered = run_within(Duration::from_secs(30), "virsh", &["uri"])?;
-            Ok(answered.success().then_some(()))
+    /// Ends libvirtd by a signal; guests and virtlogd go on.
+    pub fn end_libvirtd(&self, signal: Signal) -> Result<()> {
+        let mut daemons = self.lock();
+        let at = daemons
+            .iter()
+            .position(|(name, _)| *name == "libvirtd")
+            .context("libvirtd does not run")?;
+        let (_, mut libvirtd) = daemons.remove(at);
+        kill(Pid::from_raw(libvirtd.id() as i32), signal).context("ending libvirtd")?;
+        wait_for("libvirtd to end", Duration::from_secs(60), || {
+            Ok(libvirtd.try_wait()?.map(drop))
         })
-        .with_context(|| fs::read_to_string("/var/log/libvirt/libvirtd.out").unwrap_or_default())
     }
+
+    /// Starts libvirtd, and waits until it answers.
+    pub fn start_libvirtd(&self) -> Result<()> {
+        self.start_daemon("libvirtd")?;
+        wait_for_libvirtd()
+    }
+
+    fn start_daemons(&self) -> Result<()> {
+        self.start_daemon("virtlogd")?;
+        self.start_libvirtd()
+    }
+
+    fn start_daemon(&self, name: &'static str) -> Result<()> {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(format!("/var/log/libvirt/{name}.out"))?;
+        let path = std::env::var("PATH").unwrap_or_default();
+        let child = Command::new(name)
+            .env("PATH", format!("{}:{path}", self.programs.display()))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .with_context(|| format!("{name} could not be run"))?;
+        self.lock().push((name, child));
+        Ok(())
+    }
+}
+
+fn wait_for_libvirtd() -> Result<()> {
+    wait_for("libvirtd to answer", Duration::from_secs(60), || {
+        let answered = run_within(Duration::from_secs(30), "virsh", &["uri"])?;
+        Ok(answered.success().then_some(()))
+    })
+    .with_context(|| fs::read_to_string("/var/log/libvirt/libvirtd.out").unwrap_or_default())
 }
 
 impl Drop for Host {

@@ -19,6 +19,16 @@ pub type Test<L> = (&'static str, Body<L>);
 #[error("{0}")]
 pub struct Skipped(pub String);
 
+/// Demands a program that a single test needs, or skips that test.
+pub fn need(program: &str, package: &str) -> Result<(), Skipped> {
+    match sandbox::find_program(program) {
+        Some(_) => Ok(()),
+        None => Err(Skipped(format!(
+            "not installed: {program} (package {package})"
+        ))),
+    }
+}
+
 /// Tests that share a sandbox.
 pub struct Suite<L> {
     /// What they are, for the reason why they were skipped.

@@ -6,6 +6,7 @@
 
 mod checker;
 mod disk;
+mod editing;
 mod fixture;
 mod life;
 mod neighbours;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
     let tests = [
         checker::TESTS,
         operator::TESTS,
+        editing::TESTS,
         refusals::TESTS,
         ratio::TESTS,
         tune::TESTS,
