@@ -9,6 +9,8 @@ use outram_wire::control::{
     CONTROL_VERSION, Envelope, FrameError, Reply, Request, Status, read_frame, write_frame,
 };
 use outram_wire::units::Limit;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// How long a backend may take to answer. Its control thread waits for nothing, so a longer
 /// silence means that it does not run.
@@ -117,19 +119,34 @@ impl BackendControl {
     }
 
     fn ask(&self, request: Request) -> Result<Reply, ControlError> {
-        let mut stream = UnixStream::connect(&self.socket).map_err(|e| self.not_connected(e))?;
+        let mut stream = self.connect().map_err(|e| self.not_connected(e))?;
         let envelope = Envelope {
             version: CONTROL_VERSION,
             request,
         };
         stream
             .set_read_timeout(Some(self.timeout))
-            .and_then(|()| stream.set_write_timeout(Some(self.timeout)))
             .map_err(|e| self.broken(e.into()))?;
         write_frame(&mut stream, &envelope).map_err(|e| self.broken(e))?;
         read_frame(&mut stream)
             .map_err(|e| self.broken(e))?
             .ok_or_else(|| ControlError::Closed(self.socket.clone()))
+    }
+
+    /// Connects, and bounds how long that and each write may take: once a process that does not run
+    /// has its queue full of connections, connecting would wait for ever (unix(7), SO_SNDTIMEO in
+    /// socket(7)).
+    fn connect(&self) -> io::Result<UnixStream> {
+        let address = SocketAddrUnix::new(&self.socket)?;
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        set_socket_timeout(&socket, Timeout::Send, Some(self.timeout))?;
+        connect(&socket, &address)?;
+        Ok(UnixStream::from(socket))
     }
 
     fn not_connected(&self, source: io::Error) -> ControlError {
@@ -139,6 +156,9 @@ impl BackendControl {
                 ControlError::NotRunning(path)
             }
             io::ErrorKind::PermissionDenied => ControlError::Permission(path),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                ControlError::Silent(path, self.timeout)
+            }
             _ => ControlError::Connect { path, source },
         }
     }

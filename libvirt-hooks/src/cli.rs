@@ -5,10 +5,12 @@ pub mod completion;
 pub mod doctor;
 mod host_checks;
 pub mod metrics;
+mod output;
 pub mod pki;
 pub mod report;
 pub mod setup;
 pub mod status;
+pub mod top;
 pub mod tune;
 
 use std::str::FromStr;
@@ -71,6 +73,11 @@ pub enum Command {
     ///
     /// Asks each backend, never libvirt's monitor, so it works while a guest stands still.
     Status(status::StatusArguments),
+    /// Show all guests in a table that is redrawn, like top(1)
+    ///
+    /// Asks each backend, never libvirt's monitor, so it works while a guest stands still. Rates are
+    /// of the time since the look before.
+    Top(top::TopArguments),
     /// Print the metrics of a running domain in Prometheus' text form
     Metrics(metrics::MetricsArguments),
     /// Print a script by which a shell completes outram's command line, domains' names included
@@ -131,6 +138,7 @@ pub fn run(arguments: &Arguments) -> Result<bool> {
         Command::Detach(detach) => detach.run(uri, &paths),
         Command::Tune(tune) => tune.run(uri, &paths),
         Command::Status(status) => status.run(uri, &paths),
+        Command::Top(top) => top.run(&paths),
         Command::Metrics(metrics) => metrics.run(uri, &paths),
         Command::Completions(completions) => completions.run(),
     }

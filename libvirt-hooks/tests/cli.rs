@@ -2,12 +2,23 @@
 
 mod support;
 
+use std::time::{Duration, Instant};
+
 use clap::{CommandFactory, Parser};
 use outram_libvirt::cli::Arguments;
 use outram_libvirt::cli::report::{Report, State};
 use outram_libvirt::cli::status::{details, table};
+use outram_libvirt::cli::top::screen::{Terms, draw};
+use outram_libvirt::cli::top::table::{Column, Sorting, plain, totals};
+use outram_libvirt::cli::top::view::{View, Wish};
+use outram_libvirt::cli::top::watcher::Line;
 use outram_wire::control::{Counters, Latency, Phase, ServerStatus, Status};
 use outram_wire::units::{Limit, LocalRatio, VmId};
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use ratatui::buffer::Buffer;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use ratatui::style::Color;
 use support::assert_golden;
 
 /// The help of a command and of all below it.
@@ -63,6 +74,10 @@ fn bad_arguments_are_told() {
         ),
         (&["tune", "vm"], "--local-ratio"),
         (&["pki", "issue", "server", "s"], "--address"),
+        (&["top", "--delay", "0"], "expected seconds"),
+        (&["top", "--sort", "x"], "possible values"),
+        (&["top", "-n", "0"], "not in"),
+        (&["status", "--watch", "web1"], "goes before --watch"),
     ] {
         let text = refused(arguments);
         assert!(text.contains(word), "{arguments:?}: {text}");
@@ -172,4 +187,159 @@ fn reports_are_as_recorded() {
     assert_golden("status.txt", &text);
     let json = serde_json::to_string_pretty(&reports[1]).expect("JSON");
     assert_golden("status.json", &(json + "\n"));
+}
+
+/// What `outram top` knows of the guests after two looks two seconds apart.
+fn lines() -> Vec<Line> {
+    let start = Instant::now();
+    let mut all = reports();
+    let serving = Status {
+        phase: Phase::Serving,
+        ..support::status("db2", vm(), Limit::LocalBytes(48 << 20))
+    };
+    all.push(Report {
+        uuid: vm().to_string(),
+        name: "db2".to_owned(),
+        state: State::Serving,
+        error: None,
+        status: Some(Box::new(serving)),
+    });
+    all.into_iter()
+        .map(|report| {
+            let mut line = Line::new(report.clone(), start);
+            for look in 1..=8 {
+                let mut later = report.clone();
+                if let Some(status) = &mut later.status {
+                    let counters = &mut status.counters;
+                    // More from look to look: by 60 faults, then 120, 180…
+                    counters.faults_remote += 30 * look * (look + 1);
+                    counters.refaults += 12 * look;
+                    counters.waited_us += 800_000 * look;
+                    counters.wire_received_bytes += look << 20;
+                    counters.wire_sent_bytes += look << 10;
+                }
+                line.note(later, start + Duration::from_secs(2 * look));
+            }
+            line
+        })
+        .collect()
+}
+
+fn sorting(by: Column) -> Sorting {
+    Sorting {
+        by,
+        reversed: false,
+    }
+}
+
+#[test]
+fn tops_plain_report_is_as_recorded() {
+    let mut lines = lines();
+    sorting(Column::Wait).sort(&mut lines);
+    let text = format!("{}\n\n{}", totals(&lines), plain(&lines));
+    assert_golden("top-batch.txt", &text);
+}
+
+fn screen_of(view: &View, width: u16, height: u16) -> Buffer {
+    let terms = Terms {
+        colour: true,
+        unicode: true,
+    };
+    let backend = TestBackend::new(width, height);
+    let mut terminal = Terminal::new(backend).expect("a terminal in memory");
+    terminal
+        .draw(|frame| draw(frame, view, terms))
+        .expect("drawn");
+    terminal.backend().buffer().clone()
+}
+
+fn text_of(buffer: &Buffer) -> String {
+    let area = buffer.area;
+    let mut text = String::new();
+    for y in 0..area.height {
+        let line: String = (0..area.width).map(|x| buffer[(x, y)].symbol()).collect();
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+fn key(code: KeyCode) -> KeyEvent {
+    KeyEvent::new(code, KeyModifiers::NONE)
+}
+
+#[test]
+fn tops_screen_is_as_recorded() {
+    let mut view = View::new(sorting(Column::Wait), Duration::from_secs(2));
+    let mut text = text_of(&screen_of(&view, 80, 8));
+    view.show(lines());
+    for width in [160, 80, 40] {
+        text.push_str(&format!("--- {width} columns\n"));
+        text.push_str(&text_of(&screen_of(&view, width, 12)));
+    }
+    assert_eq!(view.press(key(KeyCode::Char('?'))), Wish::Draw);
+    text.push_str("--- help\n");
+    text.push_str(&text_of(&screen_of(&view, 80, 20)));
+    assert_golden("top-screen.txt", &text);
+    // However small a terminal is, drawing on it is no error.
+    for (width, height) in [(1, 1), (10, 3), (3, 40), (0, 0)] {
+        screen_of(&view, width, height);
+    }
+}
+
+#[test]
+fn tops_rows_have_the_colour_of_their_state() {
+    let mut view = View::new(sorting(Column::Name), Duration::from_secs(2));
+    view.show(lines());
+    let buffer = screen_of(&view, 160, 12);
+    let colour_of = |name: &str| {
+        let row = text_of(&buffer)
+            .lines()
+            .position(|line| line.starts_with(name))
+            .expect("its row");
+        buffer[(0, row as u16)].fg
+    };
+    assert_eq!(colour_of("db "), Color::Red, "failed");
+    assert_eq!(colour_of("web1"), Color::Yellow, "stalled");
+    assert_eq!(colour_of("db2"), Color::Reset, "serving");
+}
+
+#[test]
+fn tops_keys_sort_scroll_and_end_it() {
+    let mut view = View::new(sorting(Column::Name), Duration::from_secs(2));
+    view.show(lines());
+    let names = |view: &View| -> Vec<String> {
+        let lines = view.lines.iter();
+        lines.map(|line| line.report.name.clone()).collect()
+    };
+    let by_name = ["db", "db2", "long-name-of-a-guest", "web1"];
+    assert_eq!(names(&view), by_name);
+    view.press(key(KeyCode::Char('r')));
+    assert_eq!(names(&view).first().map(String::as_str), Some("web1"));
+    view.press(key(KeyCode::Char('s')));
+    assert_eq!(view.sorting, sorting(Column::Stalls));
+    assert_eq!(
+        names(&view),
+        ["web1", "db2", "db", "long-name-of-a-guest"],
+        "the most stalls first, unknown ones last"
+    );
+    view.press(key(KeyCode::Left));
+    assert_eq!(view.sorting.by, Column::Out);
+    view.press(key(KeyCode::Char('n')));
+    view.press(key(KeyCode::Left));
+    assert_eq!(view.sorting.by, Column::Stalls, "around the end");
+    for _ in 0..9 {
+        view.press(key(KeyCode::Down));
+    }
+    assert_eq!(view.scrolled, 3, "never past the last guest");
+    view.show(Vec::new());
+    assert_eq!(view.scrolled, 0);
+    assert_eq!(view.press(key(KeyCode::Char(' '))), Wish::Ask);
+    view.press(key(KeyCode::Char('?')));
+    assert!(view.help);
+    assert_eq!(view.press(key(KeyCode::Char('q'))), Wish::Draw, "closes it");
+    assert_eq!(view.press(key(KeyCode::Char('q'))), Wish::Quit);
+    let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
+    view.help = true;
+    assert_eq!(view.press(control_c), Wish::Quit);
 }

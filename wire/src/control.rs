@@ -109,6 +109,9 @@ pub struct Counters {
     pub faults_lost: u64,
     /// Remote or staged faults on pages evicted recently.
     pub refaults: u64,
+    /// Time that faults have waited, all together, those still waiting until now: in a span of time,
+    /// it rises by the span times the mean number of threads of QEMU that wait for memory.
+    pub waited_us: u64,
     /// Pages evicted.
     pub evicted_pages: u64,
     /// ... of which unchanged since they were fetched: dropped without I/O.

@@ -120,6 +120,9 @@ pub fn all_guests(paths: &Paths) -> Result<Vec<Guest>> {
     let entries = match fs::read_dir(&paths.run) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            bail!("you may not read {}: run this as root", paths.run.display())
+        }
         Err(error) => {
             return Err(error).with_context(|| format!("cannot read {}", paths.run.display()));
         }

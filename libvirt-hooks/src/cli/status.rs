@@ -1,11 +1,17 @@
 //! `outram status`: where the memory of guests is, for people and for programs.
 
+use std::io::{IsTerminal, stdout};
+use std::thread;
+use std::time::Duration;
+
 use anyhow::Result;
 use clap::Args;
 use outram_wire::control::{ServerStatus, Status};
 use outram_wire::units::format_size;
+use serde::Serialize;
 
 use super::completion::domain_names;
+use super::output::{self, now_in_words, parse_delay};
 use super::report::{Report, State, all_guests, find_guest, report, reports};
 use crate::host::Paths;
 
@@ -18,34 +24,78 @@ pub struct StatusArguments {
     /// Print JSON: one object for a domain, a list of them without
     #[arg(long)]
     json: bool,
+    /// Report again and again until interrupted, every two seconds if none are given
+    ///
+    /// On a terminal each report replaces the one before. With --json, each is one line.
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = parse_watch)]
+    watch: Option<Duration>,
 }
 
+/// A time between reports; a domain behind `--watch` would be taken for one.
+fn parse_watch(text: &str) -> Result<Duration, String> {
+    parse_delay(text).map_err(|error| format!("{error}; a domain goes before --watch"))
+}
+
+/// Puts the cursor to the top, and clears what stands behind each line's end and below.
+const TO_TOP: &str = "\x1b[H";
+const CLEAR_LINE: &str = "\x1b[K\n";
+const CLEAR_BELOW: &str = "\x1b[J";
+
 impl StatusArguments {
-    /// Prints the report. The result is whether every guest shown is well.
+    /// Prints the report, or one after another.
     pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
+        let Some(delay) = self.watch else {
+            output::write(&self.text(uri, paths)?)?;
+            return Ok(true);
+        };
+        let redraw = !self.json && stdout().is_terminal();
+        let mut first = true;
+        loop {
+            let report = self.text(uri, paths)?;
+            let text = if redraw {
+                let head = format!("{}, every {} s\n\n", now_in_words(), delay.as_secs_f64());
+                let text = (head + &report).replace('\n', CLEAR_LINE);
+                format!("{TO_TOP}{text}{CLEAR_BELOW}")
+            } else if first || self.json {
+                report
+            } else {
+                format!("\n{report}")
+            };
+            if !output::write(&text)? {
+                return Ok(true);
+            }
+            first = false;
+            thread::sleep(delay);
+        }
+    }
+
+    fn text(&self, uri: Option<&str>, paths: &Paths) -> Result<String> {
         let Some(name) = &self.domain else {
-            return self.all(paths);
+            let reports: Vec<Report> = reports(&all_guests(paths)?, paths)
+                .into_iter()
+                .filter(|report| report.state != State::Off)
+                .collect();
+            return if self.json {
+                self.json_of(&reports)
+            } else {
+                Ok(table(&reports))
+            };
         };
         let report = report(&find_guest(name, uri, paths)?, paths);
         if self.json {
-            println!("{}", serde_json::to_string_pretty(&report)?);
+            self.json_of(&report)
         } else {
-            print!("{}", details(&report));
+            Ok(details(&report))
         }
-        Ok(true)
     }
 
-    fn all(&self, paths: &Paths) -> Result<bool> {
-        let reports: Vec<Report> = reports(&all_guests(paths)?, paths)
-            .into_iter()
-            .filter(|report| report.state != State::Off)
-            .collect();
-        if self.json {
-            println!("{}", serde_json::to_string_pretty(&reports)?);
-        } else {
-            print!("{}", table(&reports));
-        }
-        Ok(true)
+    /// For people and programs, or where many follow each other, in a line.
+    fn json_of(&self, report: &impl Serialize) -> Result<String> {
+        let json = match self.watch {
+            Some(_) => serde_json::to_string(report)?,
+            None => serde_json::to_string_pretty(report)?,
+        };
+        Ok(json + "\n")
     }
 }
 

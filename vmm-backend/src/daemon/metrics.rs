@@ -277,6 +277,17 @@ impl Snapshot {
         Ok(())
     }
 
+    fn encode_wait(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let seconds = self.status.counters.waited_us as f64 / 1e6;
+        let metric = encoder.encode_descriptor(
+            "fault_wait",
+            "Time that faults have waited, all together, those still waiting until now",
+            Some(&Unit::Seconds),
+            MetricType::Counter,
+        )?;
+        ConstCounter::new(seconds).encode(metric)
+    }
+
     fn encode_servers(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let servers = &self.status.servers;
         let of = |read: fn(&outram_wire::control::ServerStatus) -> u64| -> Vec<(&str, u64)> {
@@ -346,6 +357,7 @@ impl Collector for Snapshot {
         self.encode_memory(&mut encoder)?;
         self.encode_counters(&mut encoder)?;
         self.encode_plain(&mut encoder)?;
+        self.encode_wait(&mut encoder)?;
         self.encode_servers(&mut encoder)?;
         self.encode_latency(&mut encoder)
     }
@@ -393,6 +405,7 @@ mod tests {
             headroom_bytes: 0,
             counters: Counters {
                 faults_remote: 7,
+                waited_us: 1_500_000,
                 ..Counters::default()
             },
             latency: Default::default(),
@@ -435,6 +448,7 @@ mod tests {
                 "outram_removed_pages counter",
                 "outram_integrity_failures counter",
                 "outram_stray_device_accesses counter",
+                "outram_fault_wait_seconds counter",
                 "outram_server_connected gauge",
                 "outram_server_stored_bytes gauge",
                 "outram_server_slabs gauge",
@@ -443,6 +457,7 @@ mod tests {
         );
         for line in [
             "outram_faults_total{outcome=\"remote\"} 7",
+            "outram_fault_wait_seconds_total 1.5",
             "outram_server_connected{server=\"mem1:7741\"} 1.0",
             "outram_fault_latency_seconds_bucket{le=\"0.00005\",outcome=\"remote\"} 1",
             "outram_fault_latency_seconds_count{outcome=\"remote\"} 1",

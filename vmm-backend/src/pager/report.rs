@@ -115,6 +115,15 @@ impl Pager {
         }
     }
 
+    /// How long faults have waited, all together.
+    fn waited_us(&self) -> u64 {
+        self.gauges
+            .iter()
+            .filter_map(|gauges| *lock(&gauges.waited))
+            .map(|waited| waited.until_now_us())
+            .sum()
+    }
+
     /// What happened since the start.
     pub fn counters(&self) -> Counters {
         let stats = &self.shared.stats;
@@ -138,6 +147,7 @@ impl Pager {
             refaults: faults(FaultKind::Filled)
                 + faults(FaultKind::Staged)
                 + faults(FaultKind::Remote),
+            waited_us: self.waited_us(),
             evicted_pages: clean + filled + stats.evicted_staged.get(),
             evicted_clean_pages: clean,
             evicted_filled_pages: filled,

@@ -7,8 +7,8 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
@@ -17,6 +17,7 @@ use rustix::event::Timespec;
 use super::demand::DemandReads;
 use super::guest_ram::{GuestRam, intersect};
 use super::inbox::{Inbox, Messages};
+use super::lock;
 use super::ready::wait_ready;
 use super::state_dir::StagingArea;
 use super::uffd::{Event, Events, FaultKind, ReadWrite, Uffd};
@@ -75,10 +76,28 @@ pub(super) struct ShardGauges {
     pub(super) waiting: AtomicU64,
     /// ... of which for a page that is lost.
     pub(super) waiting_lost: AtomicU64,
+    /// How long faults have waited; none before the shard's first round.
+    pub(super) waited: Mutex<Option<Waited>>,
     /// Bytes sent on demand connections.
     pub(super) wire_sent_bytes: AtomicU64,
     /// Bytes received on them.
     pub(super) wire_received_bytes: AtomicU64,
+}
+
+/// How long a shard's faults had waited at a moment, and how many waited on: so that it can be told
+/// later while the shard's thread sleeps.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Waited {
+    until_then_us: u64,
+    waiting: u64,
+    then: Instant,
+}
+
+impl Waited {
+    /// How long they have waited until now, all together.
+    pub(super) fn until_now_us(&self) -> u64 {
+        self.until_then_us + self.waiting * self.then.elapsed().as_micros() as u64
+    }
 }
 
 /// What the engine acts through.
@@ -410,9 +429,14 @@ impl ShardThread {
     fn publish(&mut self) {
         let (sent, received) = self.shard.ports().demand.wire_bytes();
         let gauges = &self.gauges;
-        gauges
-            .waiting
-            .store(self.shard.waiting_faults(), Ordering::Relaxed);
+        let waiting = self.shard.waiting_faults();
+        gauges.waiting.store(waiting, Ordering::Relaxed);
+        // Its only other user copies it under the lock, and waits for nothing meanwhile.
+        *lock(&gauges.waited) = Some(Waited {
+            until_then_us: self.shard.waited_us(),
+            waiting,
+            then: Instant::now(),
+        });
         gauges
             .waiting_lost
             .store(self.shard.lost_waiters(), Ordering::Relaxed);

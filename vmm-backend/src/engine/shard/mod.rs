@@ -112,6 +112,8 @@ pub struct Shard<P: Ports> {
     ending: bool,
     next_zero: PageIndex,
     zero_ahead: u32,
+    /// Time that answered faults have waited.
+    answered_wait_us: u64,
 }
 
 impl<P: Ports> Shard<P> {
@@ -139,6 +141,7 @@ impl<P: Ports> Shard<P> {
             ending: false,
             next_zero: range.first,
             zero_ahead: 1,
+            answered_wait_us: 0,
         }
     }
 
@@ -167,6 +170,19 @@ impl<P: Ports> Shard<P> {
             .values()
             .filter(|pending| pending.fault.is_some())
             .count() as u64
+    }
+
+    /// Time that all faults have waited, those still waiting until now. It only rises, but for
+    /// threads of the VMM that ended while they waited.
+    pub fn waited_us(&self) -> u64 {
+        let now_us = self.ports.now_us();
+        let still: u64 = self
+            .pending
+            .values()
+            .filter(|pending| pending.fault.is_some())
+            .map(|pending| now_us.saturating_sub(pending.since_us))
+            .sum();
+        self.answered_wait_us + still
     }
 
     /// Faults that wait for a page that is lost.
@@ -470,16 +486,24 @@ impl<P: Ports> Shard<P> {
         } else {
             if pending.fault.is_some() {
                 self.shared.stats.duplicates.count();
+                self.end_wait(&pending);
                 self.ports.wake(PageRun::single(page));
             }
             self.complete_pins(page, &pending);
         }
     }
 
+    /// Notes how long a fault has waited that waits no longer.
+    fn end_wait(&mut self, pending: &Pending) -> u64 {
+        let took_us = self.ports.now_us().saturating_sub(pending.since_us);
+        self.answered_wait_us += took_us;
+        took_us
+    }
+
     /// Everyone who waited has the page.
     fn complete(&mut self, page: PageIndex, kind: FaultKind, pending: Pending) {
         if pending.fault.is_some() {
-            let took_us = self.ports.now_us().saturating_sub(pending.since_us);
+            let took_us = self.end_wait(&pending);
             self.shared.stats.note_fault(kind, took_us);
         }
         self.complete_pins(page, &pending);

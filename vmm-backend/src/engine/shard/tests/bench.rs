@@ -59,6 +59,7 @@ pub(super) struct Script {
     pub(super) pins: Vec<(PinId, Result<(), PinRefused>)>,
     pub(super) woken: Vec<PageRun>,
     pub(super) alerts: u32,
+    pub(super) clock_us: u64,
 }
 
 impl Script {
@@ -154,7 +155,7 @@ impl Ports for Script {
     }
 
     fn now_us(&self) -> u64 {
-        0
+        self.clock_us
     }
 }
 
@@ -245,6 +246,7 @@ impl Bench {
             pins: Vec::new(),
             woken: Vec::new(),
             alerts: 0,
+            clock_us: 0,
         };
         let range = run(first, SHARD_PAGES);
         let policy = Box::new(TwoQueues::new(range));

@@ -76,6 +76,31 @@ fn duplicates_are_answered_once() {
 }
 
 #[test]
+fn time_waited_is_of_all_faults_and_of_those_that_still_wait() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.store_remotely(8, 1);
+    bench.world().clock_us = 100;
+    bench.fault(7, READ);
+    bench.world().clock_us = 130;
+    bench.fault(8, READ);
+    // The same vCPU again: it waits no longer for that.
+    bench.fault(7, READ);
+    bench.world().clock_us = 150;
+    assert_eq!(bench.shard.waited_us(), 50 + 20);
+    bench.answer(1);
+    bench.world().clock_us = 1_000;
+    let still = bench.shard.waiting_faults();
+    assert_eq!(bench.shard.waited_us(), 50 + 20 + still * 850);
+    while bench.shard.waiting_faults() > 0 {
+        bench.answer(1);
+    }
+    let waited_us = bench.shard.waited_us();
+    bench.world().clock_us = 9_000;
+    assert_eq!(bench.shard.waited_us(), waited_us, "nobody waits any more");
+}
+
+#[test]
 fn a_page_read_is_protected_and_a_store_is_noted_before_it_can_happen() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
