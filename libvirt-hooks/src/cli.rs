@@ -78,7 +78,7 @@ pub enum Command {
     /// Asks each backend, never libvirt's monitor, so it works while a guest stands still. Rates are
     /// of the time since the look before.
     Top(top::TopArguments),
-    /// Print the metrics of a running domain in Prometheus' text form
+    /// Print the metrics of running domains in Prometheus' text form, or serve them
     Metrics(metrics::MetricsArguments),
     /// Print a script by which a shell completes outram's command line, domains' names included
     ///

@@ -1,6 +1,6 @@
 //! Starting the backend of one guest, and waiting until it is ready or says why not.
 //!
-//! With systemd the backend is a transient unit of its own slice; without, a detached child.
+//! With systemd the backend is a unit ([`crate::backend_unit`]); without, a detached child.
 //! Either way it does not end with libvirtd, and the OOM killer leaves it alone: a guest's memory
 //! depends on it.
 
@@ -18,6 +18,8 @@ use outram_wire::incoming::Incoming;
 use outram_wire::units::{Limit, VmId};
 
 use crate::backend_control::{BackendControl, ControlError};
+use crate::backend_log::{BackendLog, LOG_FILE};
+use crate::backend_unit::{self, ARGUMENTS_FILE, BackendUnit};
 use crate::detached;
 use crate::metadata::MemorySettings;
 use crate::process::{self, move_out_of_libvirts_cgroup};
@@ -35,14 +37,8 @@ const END_MOMENT: Duration = Duration::from_millis(200);
 /// How often we look whether something has changed.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How much of a log's end is read for a reason.
-const LOG_TAIL_BYTES: usize = 2000;
-
 /// The file in a run directory with the reason of a refusal or failure.
 pub const ERROR_FILE: &str = "error";
-
-/// The file in a run directory that a backend without systemd writes its log to.
-pub const LOG_FILE: &str = "log";
 
 /// The file with a domain's name, beside its run directory: known also while its backend does not
 /// answer or has failed. (Within, it would keep the backend from removing the directory.)
@@ -117,8 +113,15 @@ pub enum LaunchError {
         source: io::Error,
     },
     /// systemd did not start the unit.
-    #[error("systemd-run did not start the backend: {0}")]
-    Systemd(String),
+    #[error(
+        "systemd did not start {unit}: {said} (where the unit is not installed, 'outram setup' does so)"
+    )]
+    Systemd {
+        /// The unit.
+        unit: BackendUnit,
+        /// What it said.
+        said: String,
+    },
     /// The backend said why it cannot serve.
     #[error("{0}")]
     Refused(String),
@@ -128,7 +131,7 @@ pub enum LaunchError {
         /// Its exit status.
         status: String,
         /// Its log.
-        log: PathBuf,
+        log: BackendLog,
         /// The end of it.
         tail: String,
     },
@@ -136,24 +139,16 @@ pub enum LaunchError {
     #[error("outram-backend was not ready within {READY_TIMEOUT:?}; its log {log} ends: {tail}")]
     NotReady {
         /// Its log.
-        log: PathBuf,
+        log: BackendLog,
         /// The end of it.
         tail: String,
     },
 }
 
-/// systemd replaces `$NAME` in a unit's command line by variables, and `$$` by a dollar sign.
-fn without_variables(argument: OsString) -> OsString {
-    match argument.to_str() {
-        Some(text) => text.replace('$', "$$").into(),
-        None => argument,
-    }
-}
-
 /// What was started, and can be watched and ended.
 enum Started {
     Child(Child),
-    Unit(String),
+    Unit(BackendUnit),
 }
 
 impl Launch {
@@ -215,7 +210,7 @@ impl Launch {
             .mode(0o711)
             .create(run_dir)
             .map_err(|source| file_error("create", run_dir, source))?;
-        for stale in ["vhost.sock", "control.sock", ERROR_FILE] {
+        for stale in ["vhost.sock", "control.sock", ERROR_FILE, LOG_FILE] {
             remove_if_there(&run_dir.join(stale))?;
         }
         let name = name_file(&self.run, self.vm);
@@ -247,48 +242,14 @@ impl Launch {
         Ok(Started::Child(child))
     }
 
-    /// Arguments of systemd-run for a transient unit that runs the backend. It outlives libvirtd,
-    /// and at shutdown the guests, which libvirt-guests.service ends or saves first.
-    fn unit_arguments(&self, unit: &str, log: &Path) -> Vec<OsString> {
-        let mut arguments: Vec<OsString> = [
-            "--quiet",
-            "--collect",
-            "--slice=outram.slice",
-            "--property=Type=exec",
-            "--property=OOMScoreAdjust=-1000",
-            "--property=LimitMEMLOCK=infinity",
-            "--property=KillMode=process",
-            "--property=Before=libvirt-guests.service",
-        ]
-        .map(OsString::from)
-        .to_vec();
-        arguments.push(format!("--unit={unit}").into());
-        arguments.push(format!("--description=Outram backend of {}", self.name).into());
-        for output in ["StandardOutput", "StandardError"] {
-            arguments.push(format!("--property={output}=append:{}", log.display()).into());
-        }
-        arguments.extend(["--".into(), self.backend.clone().into()]);
-        arguments.extend(self.arguments().into_iter().map(without_variables));
-        arguments
-    }
-
     fn start_unit(&self, run_dir: &Path) -> Result<Started, LaunchError> {
-        drop(self.open_log(run_dir)?);
-        let log = run_dir.join(LOG_FILE);
-        let unit = format!("outram-{}.service", self.vm);
-        let output = Command::new("systemd-run")
-            .args(self.unit_arguments(&unit, &log))
-            .stdin(Stdio::null())
-            .output()
-            .map_err(|source| LaunchError::Spawn {
-                path: "systemd-run".into(),
-                source,
-            })?;
-        if output.status.success() {
-            Ok(Started::Unit(unit))
-        } else {
-            let reason = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            Err(LaunchError::Systemd(reason))
+        let file = run_dir.join(ARGUMENTS_FILE);
+        backend_unit::write_arguments(&file, &self.arguments())
+            .map_err(|source| file_error("write", &file, source))?;
+        let unit = BackendUnit::of(self.vm);
+        match unit.start() {
+            Ok(()) => Ok(Started::Unit(unit)),
+            Err(said) => Err(LaunchError::Systemd { unit, said }),
         }
     }
 }
@@ -302,15 +263,7 @@ impl Started {
                 Ok(None) => None,
                 Err(error) => Some(error.to_string()),
             },
-            Self::Unit(unit) => {
-                let state = Command::new("systemctl")
-                    .args(["is-active", unit])
-                    .stdin(Stdio::null())
-                    .output()
-                    .ok()?;
-                let state = String::from_utf8_lossy(&state.stdout).trim().to_owned();
-                matches!(state.as_str(), "inactive" | "failed").then_some(state)
-            }
+            Self::Unit(unit) => unit.ended(),
         }
     }
 
@@ -321,19 +274,14 @@ impl Started {
                 let _ = child.kill();
                 let _ = child.wait();
             }
-            Self::Unit(unit) => {
-                let _ = Command::new("systemctl")
-                    .args(["stop", unit])
-                    .stdin(Stdio::null())
-                    .output();
-            }
+            Self::Unit(unit) => unit.kill(),
         }
     }
 }
 
 fn wait_until_ready(run_dir: &Path, started: &mut Started) -> Result<(), LaunchError> {
     let control = BackendControl::of(run_dir);
-    let log = run_dir.join(LOG_FILE);
+    let log = BackendLog::of(run_dir);
     let deadline = Instant::now() + READY_TIMEOUT;
     let mut next_look = Instant::now();
     while Instant::now() < deadline {
@@ -347,7 +295,7 @@ fn wait_until_ready(run_dir: &Path, started: &mut Started) -> Result<(), LaunchE
                 return Err(reason(run_dir).map_or_else(
                     || LaunchError::Ended {
                         status,
-                        tail: log_tail(&log),
+                        tail: log.tail(),
                         log: log.clone(),
                     },
                     LaunchError::Refused,
@@ -358,7 +306,7 @@ fn wait_until_ready(run_dir: &Path, started: &mut Started) -> Result<(), LaunchE
     }
     Err(reason(run_dir).map_or_else(
         || LaunchError::NotReady {
-            tail: log_tail(&log),
+            tail: log.tail(),
             log: log.clone(),
         },
         LaunchError::Refused,
@@ -412,29 +360,13 @@ pub fn clear_abandoned(run_dir: &Path) {
         let _ = fs::remove_file(run_dir.join(socket));
     }
     if reason(run_dir).is_none() {
-        let log = run_dir.join(LOG_FILE);
+        let log = BackendLog::of(run_dir);
         let text = format!(
-            "outram-backend ended while its guest ran; its log {} ends: {}\n",
-            log.display(),
-            log_tail(&log)
+            "outram-backend ended while its guest ran; its log {log} ends: {}\n",
+            log.tail()
         );
         let _ = fs::write(run_dir.join(ERROR_FILE), text);
     }
-}
-
-/// The end of a log on one line.
-fn log_tail(log: &Path) -> String {
-    let text = fs::read(log).unwrap_or_default();
-    let start = text.len().saturating_sub(LOG_TAIL_BYTES);
-    let text = String::from_utf8_lossy(&text[start..]);
-    let lines: Vec<&str> = text
-        .lines()
-        .filter(|line| !line.trim().is_empty())
-        .collect();
-    if lines.is_empty() {
-        return "(empty)".to_owned();
-    }
-    lines[lines.len().saturating_sub(3)..].join(" | ")
 }
 
 /// Ends a backend of an earlier start, unless a QEMU still lives on it.
@@ -498,7 +430,7 @@ mod tests {
     use outram_wire::units::LocalRatio;
 
     #[test]
-    fn a_unit_is_started_with_these_arguments() {
+    fn a_backend_is_started_with_these_arguments() {
         let launch = Launch {
             backend: "/usr/bin/outram-backend".into(),
             run: "/run/outram".into(),
@@ -518,23 +450,17 @@ mod tests {
             systemd: true,
             config: Some("/etc/other.toml".into()),
         };
-        let arguments = launch.unit_arguments("outram-x.service", Path::new("/run/outram/x/log"));
+        let arguments = launch.arguments();
         let text: Vec<String> = arguments
             .iter()
             .map(|argument| argument.to_string_lossy().into_owned())
             .collect();
         assert_eq!(
-            text[8..],
+            text,
             [
-                "--unit=outram-x.service",
-                "--description=Outram backend of 100% $mine",
-                "--property=StandardOutput=append:/run/outram/x/log",
-                "--property=StandardError=append:/run/outram/x/log",
-                "--",
-                "/usr/bin/outram-backend",
                 "run",
                 "--uuid=00000000-0000-0000-0000-000000000007",
-                "--name=100% $$mine",
+                "--name=100% $mine",
                 "--ram=1073741824",
                 "--local-ratio=0.5",
                 "--run-dir=/run/outram",

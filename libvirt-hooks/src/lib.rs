@@ -5,9 +5,12 @@
 //! [`cli`] is the command line. The crate knows nothing of paging: it talks to a backend over its
 //! control socket ([`backend_control`]) alone.
 
+pub mod apparmor;
 pub mod arrival;
 pub mod attachment;
 pub mod backend_control;
+pub mod backend_log;
+pub mod backend_unit;
 pub mod cli;
 pub mod daemons;
 mod detached;
@@ -18,6 +21,7 @@ pub mod host;
 pub mod launch;
 pub mod libvirt;
 pub mod metadata;
+pub mod metrics_page;
 pub mod process;
 pub mod qemu_user;
 pub mod refusal;

@@ -54,6 +54,43 @@ fn a_dry_run_changes_nothing() {
 }
 
 #[test]
+fn removing_leaves_what_was_there_before_and_settings() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let rules = dir.path().join("etc/apparmor.d/abstractions/libvirt-qemu");
+    let site = dir
+        .path()
+        .join("etc/apparmor.d/local/abstractions/libvirt-qemu");
+    for (path, text) in [
+        (&rules, "#include <local/abstractions/libvirt-qemu>\n"),
+        (&site, "/srv/mine r,"),
+    ] {
+        fs::create_dir_all(path.parent().expect("a folder")).expect("made");
+        fs::write(path, text).expect("written");
+    }
+    let first = setup(dir.path(), &["--allow-sysctl"]);
+    assert!(first.status.success(), "{}", said(&first));
+    let ours = dir
+        .path()
+        .join("etc/apparmor.d/abstractions/libvirt-qemu.d/outram");
+    assert!(ours.exists());
+    let added = fs::read_to_string(&site).expect("read");
+    assert!(
+        added.starts_with("/srv/mine r,\ninclude if exists <abstractions/libvirt-qemu.d/outram>")
+    );
+
+    assert!(setup(dir.path(), &["--remove"]).status.success());
+    assert!(!ours.exists() && !ours.parent().expect("a folder").exists());
+    assert_eq!(fs::read_to_string(&site).expect("read"), "/srv/mine r,\n");
+    assert!(!dir.path().join("etc/libvirt/hooks/qemu.d/outram").exists());
+    assert!(!dir.path().join("etc/sysctl.d/60-outram.conf").exists());
+    assert!(dir.path().join("etc/outram/backend.toml").exists());
+
+    let again = setup(dir.path(), &["--remove"]);
+    assert!(again.status.success());
+    assert_eq!(said(&again), "");
+}
+
+#[test]
 fn the_sysctl_is_set_only_when_asked_for() {
     let dir = tempfile::tempdir().expect("a directory");
     for _ in 0..2 {

@@ -7,6 +7,7 @@ use clap::Parser;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use outram_memserver::{Arguments, Config, Flags, Server};
 use outram_wire::units::format_size;
+use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing_subscriber::EnvFilter;
@@ -40,16 +41,25 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
     if let Some(address) = server.metrics_addr() {
         tracing::info!(%address, "metrics");
     }
+    tell_service_manager(&[NotifyState::Ready]);
     for signal in signals.forever() {
         if signal == SIGHUP {
             reload(&server, flags);
             continue;
         }
         tracing::info!("stopping: every lease ends");
+        tell_service_manager(&[NotifyState::Stopping]);
         break;
     }
     server.stop();
     Ok(())
+}
+
+/// Tells systemd, where it started this program; see sd_notify(3).
+fn tell_service_manager(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::warn!(%error, "the service manager cannot be told");
+    }
 }
 
 /// Reads configuration and certificates again. A mistake in them changes nothing.

@@ -6,7 +6,9 @@ mod client;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
+use std::os::unix::net::UnixDatagram;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use client::{Client, Pki, SLAB, eventually, metric, scrape, vm};
 use outram_wire::server::{Reply, Request, ServerMessage};
@@ -21,8 +23,12 @@ struct Process {
 
 impl Process {
     fn start(pki: &Pki, options: &[&str]) -> Self {
+        Self::start_as(Command::new(PROGRAM), pki, options)
+    }
+
+    fn start_as(mut command: Command, pki: &Pki, options: &[&str]) -> Self {
         let files = &pki.server;
-        let mut child = Command::new(PROGRAM)
+        let mut child = command
             .args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
             .args(["--slab-size", "1MiB", "--tls-ca"])
             .arg(&files.ca)
@@ -74,6 +80,28 @@ fn run(arguments: &[&str]) -> (bool, String) {
     let both = [output.stdout, output.stderr].concat();
     let text = String::from_utf8(both).expect("text");
     (output.status.success(), text)
+}
+
+#[test]
+fn the_service_manager_is_told_when_it_serves_and_when_it_stops() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("notify");
+    let manager = UnixDatagram::bind(&socket).expect("bound");
+    manager
+        .set_read_timeout(Some(Duration::from_secs(60)))
+        .expect("a time-out");
+    let told = || {
+        let mut message = [0; 256];
+        let length = manager.recv(&mut message).expect("a message in time");
+        String::from_utf8_lossy(&message[..length]).into_owned()
+    };
+    let pki = Pki::new();
+    let mut command = Command::new(PROGRAM);
+    command.env("NOTIFY_SOCKET", &socket);
+    let process = Process::start_as(command, &pki, &["--memory", "1MiB"]);
+    assert_eq!(told().trim(), "READY=1");
+    process.signal("TERM");
+    assert_eq!(told().trim(), "STOPPING=1");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The command line of `outram-backend`; its manual page is made from this.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
 
@@ -23,6 +24,12 @@ pub struct Arguments {
 pub enum Command {
     /// Serve one guest until it ends
     Run(Box<Flags>),
+    /// Do what the arguments in a file say, each ended by a NUL byte; how systemd starts 'run'
+    #[command(hide = true)]
+    Launch {
+        /// The file
+        file: PathBuf,
+    },
     /// Create userfaultfds inside a VMM; started by 'run' itself
     #[command(hide = true, disable_help_flag = true)]
     Inject {

@@ -1,5 +1,8 @@
 //! `outram-backend`: pages one guest's RAM between its host and memory servers.
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -9,9 +12,26 @@ use outram_wire::causes::with_causes;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
-    let flags = match Arguments::parse().command {
+    let command = match Arguments::parse().command {
+        Command::Launch { file } => match arguments_of(&file) {
+            Ok(arguments) => Arguments::parse_from(arguments).command,
+            Err(error) => {
+                eprintln!("outram-backend: cannot read {}: {error}", file.display());
+                return ExitCode::FAILURE;
+            }
+        },
+        command => command,
+    };
+    let flags = match command {
         Command::Inject { args } => return handover::injector_main(args),
         Command::Run(flags) => flags,
+        Command::Launch { file } => {
+            eprintln!(
+                "outram-backend: {} says 'launch' again: expected 'run' and its options",
+                file.display()
+            );
+            return ExitCode::FAILURE;
+        }
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()
@@ -25,5 +45,32 @@ fn main() -> ExitCode {
             eprintln!("outram-backend: {}", with_causes(error.as_ref()));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// The arguments in a file, after this program's name.
+fn arguments_of(file: &Path) -> std::io::Result<Vec<OsString>> {
+    let text = std::fs::read(file)?;
+    let text = text.strip_suffix(b"\0").unwrap_or(&text);
+    let arguments = text.split(|byte| *byte == 0);
+    let arguments = arguments.map(|argument| OsStr::from_bytes(argument).to_owned());
+    Ok(std::iter::once(OsString::from("outram-backend"))
+        .chain(arguments)
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_in_a_file_may_hold_anything_but_a_nul_byte() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), b"run\0--name=$x \"%i\"\n\\\0\0").expect("written");
+        let arguments = arguments_of(file.path()).expect("readable");
+        assert_eq!(
+            arguments,
+            ["outram-backend", "run", "--name=$x \"%i\"\n\\", ""]
+        );
     }
 }

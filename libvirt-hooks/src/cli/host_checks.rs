@@ -11,6 +11,7 @@ use outram_wire::tls::{self, TlsFiles};
 
 use super::doctor::{Check, knows_hook};
 use super::setup::HOOK_NAME;
+use crate::apparmor::{self, AppArmor};
 use crate::daemons;
 use crate::host::{self, HostSettings, Paths, is_executable};
 use crate::shmem_thp;
@@ -168,7 +169,22 @@ fn kvm() -> Option<Check> {
 
 /// Our own programs, and whether libvirt calls the hook.
 pub(super) fn programs(paths: &Paths) -> Vec<Check> {
-    vec![backend(paths), hook(paths)]
+    let mut checks = vec![backend(paths), hook(paths)];
+    checks.extend(apparmor());
+    checks
+}
+
+/// Whether libvirt's profiles let QEMU do what the hand-over needs; nothing where AppArmor is off.
+fn apparmor() -> Option<Check> {
+    let name = "AppArmor";
+    if !apparmor::is_enabled() {
+        return None;
+    }
+    let found = AppArmor::below(Path::new("/"))?;
+    Some(match found.lacks() {
+        None => Check::pass(name, found.rules.display().to_string()),
+        Some(lacking) => Check::fail(name, lacking, "outram setup"),
+    })
 }
 
 fn backend(paths: &Paths) -> Check {

@@ -1,27 +1,101 @@
-//! `outram metrics`: a backend's metrics, for scrapers that read files or commands.
+//! `outram metrics`: backends' metrics, of one guest or all, printed or served to Prometheus.
 
-use anyhow::Result;
+use std::io::{self, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::thread;
+
+use anyhow::{Context, Result};
 use clap::Args;
+use outram_wire::scrape::Page;
 
 use super::completion::domain_names;
-use super::report::find_guest;
+use super::report::{Guest, all_guests, find_guest};
+use crate::backend_control::ControlError;
 use crate::host::Paths;
+use crate::launch;
+use crate::metrics_page;
 
 /// The arguments of `outram metrics`.
 #[derive(Debug, Args)]
 pub struct MetricsArguments {
-    /// Name or UUID of the domain
+    /// Name or UUID of the domain; all of this host's if not given
     #[arg(add = domain_names())]
-    domain: String,
+    domain: Option<String>,
+    /// Serve the metrics of all domains to Prometheus at this address, until interrupted
+    #[arg(long, value_name = "ADDR:PORT", conflicts_with = "domain")]
+    listen: Option<SocketAddr>,
 }
 
 impl MetricsArguments {
-    /// Prints the metrics.
+    /// Prints the metrics, or serves them.
     pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
-        print!(
-            "{}",
-            find_guest(&self.domain, uri, paths)?.control.metrics()?
-        );
-        Ok(true)
+        if let Some(address) = self.listen {
+            return serve(address, paths);
+        }
+        let page = match &self.domain {
+            Some(domain) => find_guest(domain, uri, paths)?.control.metrics()?,
+            None => page_of_all(paths)?,
+        };
+        match io::stdout().write_all(page.as_bytes()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+            _ => Ok(true),
+        }
     }
+}
+
+fn serve(address: SocketAddr, paths: &Paths) -> Result<bool> {
+    // What would fail at every scrape is told at once.
+    page_of_all(paths)?;
+    let listener =
+        TcpListener::bind(address).with_context(|| format!("cannot serve metrics at {address}"))?;
+    let paths = paths.clone();
+    let page = Page::serve(listener, move || {
+        page_of_all(&paths).unwrap_or_else(|error| {
+            eprintln!("outram metrics: {error:#}");
+            metrics_page::join(&[])
+        })
+    })
+    .context("serving metrics")?;
+    println!("serving metrics at http://{}/metrics", page.address());
+    loop {
+        thread::park();
+    }
+}
+
+/// One page of all guests, asked at once: those that do not answer cost their time-out only once.
+fn page_of_all(paths: &Paths) -> Result<String> {
+    let guests = all_guests(paths)?;
+    let answers: Vec<_> = thread::scope(|scope| {
+        let asked: Vec<_> = guests
+            .iter()
+            .map(|guest| scope.spawn(|| guest.control.metrics()))
+            .collect();
+        asked.into_iter().map(|answer| answer.join().ok()).collect()
+    });
+    let mut known = Vec::new();
+    let mut pages = Vec::new();
+    for (guest, answer) in guests.iter().zip(answers) {
+        match answer {
+            Some(Ok(page)) => {
+                known.push(line(guest, true));
+                pages.push(page);
+            }
+            Some(Err(ControlError::NotRunning(_))) if has_ended(guest, paths) => {}
+            _ => known.push(line(guest, false)),
+        }
+    }
+    if !known.is_empty() {
+        pages.insert(0, metrics_page::answering(&known));
+    }
+    Ok(metrics_page::join(&pages))
+}
+
+fn line(guest: &Guest, answers: bool) -> (String, String, bool) {
+    (guest.vm.to_string(), guest.name.clone(), answers)
+}
+
+/// Whether a guest without a backend is off as it should be, rather than without its memory.
+fn has_ended(guest: &Guest, paths: &Paths) -> bool {
+    let run_dir = paths.run.join(guest.vm.to_string());
+    launch::reason(&run_dir).is_none() && !launch::is_abandoned(&run_dir)
 }

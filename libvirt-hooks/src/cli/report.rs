@@ -11,6 +11,7 @@ use outram_wire::units::VmId;
 use serde::Serialize;
 
 use crate::backend_control::{BackendControl, ControlError};
+use crate::backend_log::BackendLog;
 use crate::host::Paths;
 use crate::launch;
 use crate::libvirt::Libvirt;
@@ -78,10 +79,9 @@ pub fn report(guest: &Guest, paths: &Paths) -> Report {
         Err(ControlError::NotRunning(_)) => match left {
             Some(reason) => (State::Failed, Some(reason), None),
             None if launch::is_abandoned(&run_dir(paths, guest.vm)) => {
-                let log = run_dir(paths, guest.vm).join(launch::LOG_FILE);
+                let log = BackendLog::of(&run_dir(paths, guest.vm));
                 let reason = format!(
-                    "if the guest still runs, end it with 'virsh destroy'; the log is {}",
-                    log.display()
+                    "if the guest still runs, end it with 'virsh destroy'; the log is {log}"
                 );
                 (State::Gone, Some(reason), None)
             }

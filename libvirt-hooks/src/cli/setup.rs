@@ -1,4 +1,8 @@
 //! `outram setup`: makes a host ready. Everything is done once; what is there is left as it is.
+//! `--remove` undoes it, but for settings and certificates.
+
+mod confinement;
+mod units;
 
 use std::fs;
 use std::io;
@@ -9,7 +13,8 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use crate::daemons::{self, RELOAD_STAMP};
-use crate::host::{Paths, is_executable};
+use crate::hook::STAMP_FILE;
+use crate::host::{self, Paths, is_executable};
 
 /// The hook's program, installed beside `outram`.
 pub const HOOK_PROGRAM: &str = "outram-libvirt-hook";
@@ -53,6 +58,11 @@ pub struct SetupArguments {
     /// 'outram doctor' says that no other way works.
     #[arg(long)]
     allow_sysctl: bool,
+    /// Undo what setup did: libvirt starts no backends any more
+    ///
+    /// Settings and certificates in /etc/outram stay, and so do domains' definitions.
+    #[arg(long, conflicts_with = "allow_sysctl")]
+    remove: bool,
     /// Set up below this directory, and change nothing of the running system: for packages
     #[arg(long, value_name = "DIR", default_value = "/")]
     prefix: PathBuf,
@@ -66,6 +76,9 @@ impl SetupArguments {
             prefix: self.prefix.clone(),
             paths,
         };
+        if self.remove {
+            return setup.remove();
+        }
         for (dir, mode) in [
             ("etc/outram", 0o755),
             ("etc/outram/pki", 0o700),
@@ -75,10 +88,14 @@ impl SetupArguments {
         }
         setup.settings(self.allow_sysctl)?;
         let new_hook = setup.hook()?;
+        setup.apparmor()?;
         if self.allow_sysctl {
             setup.sysctl()?;
         }
         if setup.is_live() {
+            if paths.systemd {
+                setup.units(&host::find_backend(paths)?)?;
+            }
             setup.directory("run/outram", 0o755)?;
             setup.reload(new_hook)?;
             println!("'outram doctor' checks the rest.");
@@ -120,6 +137,57 @@ impl Setup<'_> {
                 .with_context(|| format!("cannot make {}", path.display()))?;
         }
         Ok(())
+    }
+
+    /// Makes a file have this text; the result is whether it had another.
+    fn file(&mut self, path: &Path, text: &str) -> Result<bool> {
+        if fs::read_to_string(path).is_ok_and(|found| found == text) {
+            self.found(&format!("file {}", path.display()));
+            return Ok(false);
+        }
+        if self.doing(&format!("write {}", path.display())) {
+            if let Some(folder) = path.parent() {
+                fs::create_dir_all(folder)
+                    .with_context(|| format!("cannot make {}", folder.display()))?;
+            }
+            write(path, text)?;
+        }
+        Ok(true)
+    }
+
+    /// Removes a file; the result is whether it was there.
+    fn remove_file(&mut self, path: &Path) -> Result<bool> {
+        if fs::symlink_metadata(path).is_err() {
+            return Ok(false);
+        }
+        if self.doing(&format!("remove {}", path.display())) {
+            fs::remove_file(path).with_context(|| format!("cannot remove {}", path.display()))?;
+        }
+        Ok(true)
+    }
+
+    /// Undoes everything but settings and certificates.
+    fn remove(&mut self) -> Result<bool> {
+        let link = self.prefix.join("etc/libvirt/hooks/qemu.d").join(HOOK_NAME);
+        let ours = fs::read_link(&link)
+            .is_ok_and(|target| target.file_name().is_some_and(|name| name == HOOK_PROGRAM));
+        let removed = ours && self.remove_file(&link)?;
+        self.remove_apparmor()?;
+        self.remove_file(&self.prefix.join(SYSCTL_FILE))?;
+        if self.is_live() {
+            self.remove_units()?;
+            if removed {
+                self.reload(true)?;
+            }
+            for stamp in [STAMP_FILE, RELOAD_STAMP] {
+                self.remove_file(&self.paths.run.join(stamp))?;
+            }
+            if !self.dry_run {
+                // It stays while there are guests in it.
+                let _ = fs::remove_dir(&self.paths.run);
+            }
+        }
+        Ok(true)
     }
 
     fn settings(&mut self, allow_sysctl: bool) -> Result<()> {

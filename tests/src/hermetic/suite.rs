@@ -89,7 +89,8 @@ impl<L: Send + Sync + 'static> Suite<L> {
     }
 }
 
-fn outcome(result: anyhow::Result<()>) -> Result<Completion, Failed> {
+/// A test's result as it is reported.
+pub fn outcome(result: anyhow::Result<()>) -> Result<Completion, Failed> {
     match result {
         Ok(()) => Ok(Completion::Completed),
         Err(error) => match error.downcast_ref::<Skipped>() {

@@ -36,7 +36,10 @@ pub(super) fn serve(address: SocketAddr, daemon: &Arc<Daemon>) -> anyhow::Result
 /// The page as it is now.
 pub(super) fn page(daemon: &Daemon) -> String {
     let status = daemon.status();
-    let labels = [("vm", status.vm.to_string()), ("name", status.name.clone())];
+    let labels = [
+        ("vm", status.vm.to_string()),
+        ("domain", status.name.clone()),
+    ];
     let labels = labels.map(|(key, value)| (key.into(), value.into()));
     let mut registry = Registry::with_prefix_and_labels("outram", labels.into_iter());
     let latencies = match daemon.stage() {

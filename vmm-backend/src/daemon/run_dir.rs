@@ -83,7 +83,7 @@ impl RunDir {
     /// The guest ended as it should: nothing stays.
     pub(super) fn remove(&self) {
         self.remove_sockets();
-        for name in ["log", "error"] {
+        for name in ["log", "error", "arguments"] {
             if let Err(error) = remove_file(&self.path.join(name)) {
                 tracing::warn!("{error:#}");
             }

@@ -1,0 +1,90 @@
+//! The units of systemd that backends run as, where no package has brought them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use super::Setup;
+use crate::backend_unit::UNIT_FILE;
+
+/// The unit files, by name.
+const UNITS: [(&str, &str); 2] = [
+    (
+        UNIT_FILE,
+        include_str!("../../../systemd/outram-backend@.service"),
+    ),
+    (
+        "outram.slice",
+        include_str!("../../../systemd/outram.slice"),
+    ),
+];
+
+/// Where packages put units.
+const PACKAGED: &str = "usr/lib/systemd/system";
+
+/// Where the machine's own units are.
+const OWN: &str = "etc/systemd/system";
+
+/// The program that the unit file names.
+const PACKAGED_PROGRAM: &str = "/usr/bin/outram-backend";
+
+impl Setup<'_> {
+    /// Installs the units unless a package has.
+    pub(super) fn units(&mut self, backend: &Path) -> Result<()> {
+        let packaged = self.prefix.join(PACKAGED).join(UNIT_FILE);
+        if packaged.exists() {
+            self.found(&format!("unit {}", packaged.display()));
+            return Ok(());
+        }
+        let Some(backend) = backend.to_str().filter(|path| is_plain(path)) else {
+            bail!(
+                "systemd cannot be told the path {}: install Outram's programs in a folder without blanks and special characters, such as /usr/local/bin",
+                backend.display()
+            );
+        };
+        let mut changed = false;
+        for (name, text) in UNITS {
+            let text = text.replace(PACKAGED_PROGRAM, backend);
+            changed |= self.file(&self.own_unit(name), &text)?;
+        }
+        if changed && !self.dry_run {
+            reload_systemd()?;
+        }
+        Ok(())
+    }
+
+    /// Removes the units that [`Self::units`] installed.
+    pub(super) fn remove_units(&mut self) -> Result<()> {
+        let mut changed = false;
+        for (name, _) in UNITS {
+            changed |= self.remove_file(&self.own_unit(name))?;
+        }
+        if changed && !self.dry_run {
+            reload_systemd()?;
+        }
+        Ok(())
+    }
+
+    fn own_unit(&self, name: &str) -> PathBuf {
+        self.prefix.join(OWN).join(name)
+    }
+}
+
+/// Whether a path means itself in a unit file.
+fn is_plain(path: &str) -> bool {
+    path.bytes()
+        .all(|byte| byte.is_ascii_alphanumeric() || b"/._+-".contains(&byte))
+}
+
+fn reload_systemd() -> Result<()> {
+    let status = Command::new("systemctl")
+        .arg("daemon-reload")
+        .stdin(Stdio::null())
+        .status()
+        .context("systemctl could not be run")?;
+    if !status.success() {
+        bail!("'systemctl daemon-reload' failed: look at 'systemctl status'");
+    }
+    Ok(())
+}

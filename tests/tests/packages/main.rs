@@ -1,0 +1,42 @@
+//! What is shipped beside the programs: units of systemd and packages, rules for security modules,
+//! dashboards. Where a tool to check one of them is missing, its test is reported as ignored.
+
+mod units;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use libtest_mimic::{Arguments, Trial};
+use outram_tests::hermetic::sandbox::find_program;
+use outram_tests::hermetic::suite::{Skipped, outcome};
+
+/// How long one tool may take on a busy machine.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// A test: its name and what it does.
+type Test = (&'static str, fn() -> Result<()>);
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let tests = [units::TESTS];
+    let trial = |(name, test): Test| Trial::ignorable_test(name, move || outcome(test()));
+    let trials = tests.concat().into_iter().map(trial).collect();
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+/// The repository's folder.
+fn top() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Ends the test as ignored where a program is not installed.
+fn need(program: &str, package: &str) -> Result<()> {
+    if find_program(program).is_none() {
+        bail!(Skipped(format!(
+            "{program} (package {package}) is not installed"
+        )));
+    }
+    Ok(())
+}
