@@ -4,6 +4,7 @@ pub mod arguments;
 pub mod daemon;
 pub mod device;
 pub mod engine;
+pub mod far_disk;
 pub mod handover;
 pub mod pager;
 pub mod remote;

@@ -205,6 +205,55 @@ pub struct Status {
     pub latency: std::collections::BTreeMap<String, Latency>,
     /// The servers in their configured order.
     pub servers: Vec<ServerStatus>,
+    /// The far-memory disk, where the domain has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<DiskStatus>,
+}
+
+/// How far a far-memory disk is of use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskState {
+    /// Kept by its servers, to be claimed at its first use.
+    Parked,
+    /// In use.
+    Open,
+    /// Another backend has claimed it: the guest was moved.
+    Claimed,
+    /// It, or a part of it, is gone: requests end in I/O errors; see `detail`.
+    Lost,
+}
+
+/// A far-memory disk. Its contents are volatile: emptied by a shutdown of the guest, kept by save
+/// and migration.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DiskStatus {
+    /// Its name on the servers.
+    pub id: crate::server::DiskId,
+    /// What the guest sees.
+    pub size_bytes: u64,
+    /// How far it is of use.
+    pub state: DiskState,
+    /// In words, where something is wrong.
+    pub detail: Option<String>,
+    /// Bytes of blocks that are written.
+    pub stored_bytes: u64,
+    /// Slabs that they lie in.
+    pub leased_slabs: u64,
+    /// Requests done by kind, since the backend's start.
+    pub reads: u64,
+    /// See `reads`.
+    pub writes: u64,
+    /// Discards and write-zeroes; see `reads`.
+    pub discards: u64,
+    /// Requests that failed.
+    pub errors: u64,
+    /// ... of which because a block came back changed.
+    pub integrity_failures: u64,
+    /// Bytes sent to servers for the disk, with framing.
+    pub sent_bytes: u64,
+    /// Bytes received from servers for the disk, with framing.
+    pub received_bytes: u64,
 }
 
 /// Why a frame could not be read or written.

@@ -111,5 +111,6 @@ pub(crate) fn status(name: &str, vm: VmId, limit: Limit) -> Status {
         counters: Counters::default(),
         latency: BTreeMap::new(),
         servers: Vec::new(),
+        disk: None,
     }
 }

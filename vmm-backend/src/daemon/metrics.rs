@@ -413,6 +413,7 @@ mod tests {
             },
             latency: Default::default(),
             servers: vec![server],
+            disk: None,
         }
     }
 

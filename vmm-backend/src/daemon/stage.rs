@@ -135,6 +135,7 @@ impl Daemon {
                 .map(|guest| guest.pager.latencies())
                 .unwrap_or_default(),
             servers,
+            disk: None,
         }
     }
 }

@@ -12,7 +12,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use outram_wire::causes::with_causes;
 use outram_wire::server::channel::{ChannelError, EventFd, Received};
 use outram_wire::server::clock::BootTime;
-use outram_wire::server::{InstanceId, Purpose, SlabId};
+use outram_wire::server::{DiskWelcome, InstanceId, Purpose, SlabId, Welcome};
 
 use super::connect::{Dialer, Greeted};
 use super::exchange::{Asked, Link};
@@ -55,18 +55,20 @@ impl Keeper {
     pub(super) fn start(
         server: usize,
         config: &RemoteConfig,
+        purpose: Purpose,
         reserve_bytes: u64,
         events: Sender<SessionEvent>,
         waker: EventFd,
     ) -> Result<Self, RemoteError> {
         let dialer = Dialer::new(config, server)?;
-        let purpose = Purpose::Guest {
-            vm: config.vm,
-            secret: config.secret,
-            arrives: config.arrives,
-        };
         let mut greeted = dialer.control(&purpose)?;
+        // A claimed disk keeps what was set aside for it.
+        let reserve_bytes = match greeted.welcome.disk {
+            Some(_) => reserve_bytes.max(greeted.welcome.reserved_bytes),
+            None => reserve_bytes,
+        };
         dialer.reserve_first(&mut greeted, reserve_bytes)?;
+        let purpose = resumption(purpose, &greeted.welcome);
         let welcome = &greeted.welcome;
         let status = SessionStatus {
             address: dialer.address.clone(),
@@ -101,6 +103,11 @@ impl Keeper {
             first: Some(greeted),
             dialer,
         })
+    }
+
+    /// What the server told about the disk that the session is of.
+    pub(super) fn disk(&self) -> Option<DiskWelcome> {
+        self.first.as_ref().and_then(|first| first.welcome.disk)
     }
 
     pub(super) fn shared(&self) -> Arc<Shared> {
@@ -387,6 +394,21 @@ impl Keeper {
 
     pub(super) fn broken(&self, what: String) -> LinkEnd {
         LinkEnd::Failed(self.dialer.protocol(what))
+    }
+}
+
+/// What the next greetings are for: once opened, a disk is only resumed, so that whoever claimed it
+/// meanwhile keeps it.
+fn resumption(purpose: Purpose, welcome: &Welcome) -> Purpose {
+    match (purpose, welcome.disk) {
+        (Purpose::Disk { disk, secret, .. }, Some(granted)) => Purpose::Disk {
+            disk,
+            secret,
+            opening: outram_wire::server::Opening::Resume {
+                claim: granted.claim,
+            },
+        },
+        (purpose, _) => purpose,
     }
 }
 

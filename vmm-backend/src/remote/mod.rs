@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use outram_wire::server::{InstanceId, Refusal, SessionSecret, SlabId};
+use outram_wire::server::{DiskId, InstanceId, Opening, Refusal, SessionSecret, SlabId};
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::VmId;
 
@@ -25,6 +25,8 @@ mod opener;
 mod session;
 #[cfg(test)]
 mod session_tests;
+#[cfg(test)]
+pub(crate) mod test_server;
 
 pub use connect::observe;
 pub use connection::{DataConn, ExtentError, SubmitError};
@@ -50,6 +52,17 @@ pub struct RemoteConfig {
     pub data_connections: usize,
     /// Times.
     pub timing: Timing,
+}
+
+/// A far-memory disk that a session is to be of.
+#[derive(Clone, Debug)]
+pub struct DiskOpening {
+    /// Which.
+    pub disk: DiskId,
+    /// Shows that it is ours.
+    pub secret: SessionSecret,
+    /// How it is opened at first; after a lost connection it is resumed.
+    pub opening: Opening,
 }
 
 /// How long a session waits for what.

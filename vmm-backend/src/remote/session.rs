@@ -8,10 +8,10 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use outram_wire::server::channel::{EventFd, new_waker};
 use outram_wire::server::clock::BootTime;
-use outram_wire::server::{InstanceId, SlabId};
+use outram_wire::server::{DiskWelcome, InstanceId, Purpose, SlabId};
 
 use super::keeper::Keeper;
-use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
+use super::{DiskOpening, RemoteConfig, RemoteError, ServerAddress, SessionEvent};
 
 /// A session as its owner may show it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,6 +85,7 @@ pub struct Session {
     orders: Orders,
     address: ServerAddress,
     answer_timeout: Duration,
+    disk: Option<DiskWelcome>,
 }
 
 impl Session {
@@ -98,13 +99,48 @@ impl Session {
         reserve_bytes: u64,
         events: Sender<SessionEvent>,
     ) -> Result<Session, RemoteError> {
+        let purpose = Purpose::Guest {
+            vm: config.vm,
+            secret: config.secret,
+            arrives: config.arrives,
+        };
+        Self::open(server, config, purpose, reserve_bytes, events)
+    }
+
+    /// Like [`Session::start`], for a far-memory disk. A session that another claimant has taken the
+    /// disk from stays down: each `Down` says [`Refusal::DiskClaimed`].
+    ///
+    /// [`Refusal::DiskClaimed`]: outram_wire::server::Refusal::DiskClaimed
+    pub fn start_disk(
+        server: usize,
+        config: &RemoteConfig,
+        disk: DiskOpening,
+        events: Sender<SessionEvent>,
+    ) -> Result<Session, RemoteError> {
+        let purpose = Purpose::Disk {
+            disk: disk.disk,
+            secret: disk.secret,
+            opening: disk.opening,
+        };
+        // What it needs depends on the server's slabs, which the greeting tells.
+        Self::open(server, config, purpose, 0, events)
+    }
+
+    fn open(
+        server: usize,
+        config: &RemoteConfig,
+        purpose: Purpose,
+        reserve_bytes: u64,
+        events: Sender<SessionEvent>,
+    ) -> Result<Session, RemoteError> {
         let waker = new_waker().map_err(|source| RemoteError::System {
             what: "an eventfd",
             source,
         })?;
         // Orders are few: the pager bounds its requests by what it may lease.
         let (sender, receiver): (Sender<Order>, Receiver<Order>) = unbounded();
-        let keeper = Keeper::start(server, config, reserve_bytes, events, waker)?;
+        let keeper = Keeper::start(server, config, purpose, reserve_bytes, events, waker)?;
+        let disk = keeper.disk();
         let orders = Orders {
             sender,
             shared: keeper.shared(),
@@ -122,7 +158,13 @@ impl Session {
             orders,
             address,
             answer_timeout: config.timing.answer + config.timing.connect,
+            disk,
         })
+    }
+
+    /// What the server told about the disk when it was opened.
+    pub fn disk(&self) -> Option<DiskWelcome> {
+        self.disk
     }
 
     /// Asks for one more slab: answered by `Leased` or `LeaseRefused`, also after a reconnection.

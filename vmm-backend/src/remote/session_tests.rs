@@ -2,152 +2,20 @@
 //! shut: so that connections are cut, or stay out, as a network does it.
 
 use std::collections::HashMap;
-use std::io::{Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, unbounded};
 use outram_memserver::{Config, Server};
-use outram_wire::pki::{self, Issued, Order};
 use outram_wire::server::{Refusal, SessionSecret, SlabId};
 use outram_wire::tls::{Kind, TlsError, TlsFiles};
-use outram_wire::units::VmId;
 
+use super::test_server::*;
 use super::*;
-
-const SLAB: u64 = 1 << 20;
-/// Long enough for a loaded machine; only what is broken takes so long.
-const PATIENCE: Duration = Duration::from_secs(20);
-
-struct Pki {
-    dir: tempfile::TempDir,
-    server: Issued,
-    client: Issued,
-}
-
-impl Pki {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().expect("a directory");
-        pki::init(dir.path()).expect("a CA");
-        let server = issue(&dir, Kind::Server, "server", "127.0.0.1");
-        let client = issue(&dir, Kind::Client, "client", "127.0.0.1");
-        Self {
-            dir,
-            server,
-            client,
-        }
-    }
-}
-
-fn issue(dir: &tempfile::TempDir, kind: Kind, name: &str, address: &str) -> Issued {
-    let order = Order {
-        kind,
-        name,
-        addresses: &[address.to_owned()],
-        days: 1,
-    };
-    pki::issue(dir.path(), &order).expect("a certificate")
-}
-
-fn serve(pki: &Pki, listen: SocketAddr, change: impl FnOnce(&mut Config)) -> Server {
-    let mut config = Config::new(listen, 8 * SLAB, pki.server.clone().into());
-    config.slab_bytes = SLAB;
-    change(&mut config);
-    Server::start(config).expect("the server starts")
-}
-
-fn anywhere() -> SocketAddr {
-    "127.0.0.1:0".parse().expect("an address")
-}
-
-fn config(address: SocketAddr, tls: impl Into<TlsFiles>) -> RemoteConfig {
-    RemoteConfig {
-        addresses: vec![address.to_string().parse().expect("an address")],
-        tls: tls.into(),
-        vm: VmId(uuid::Uuid::from_u128(7)),
-        secret: SessionSecret([7; 32]),
-        arrives: false,
-        data_connections: 2,
-        timing: Timing {
-            renew: Duration::from_millis(50),
-            retry_min: Duration::from_millis(10),
-            retry_max: Duration::from_millis(100),
-            ..Timing::default()
-        },
-    }
-}
-
-/// A forwarder that can cut what it carries, and keep new connections out.
-struct Gate {
-    address: SocketAddr,
-    shut: Arc<AtomicBool>,
-    carried: Arc<Mutex<Vec<TcpStream>>>,
-}
-
-impl Gate {
-    fn to(target: SocketAddr) -> Self {
-        let listener = TcpListener::bind(anywhere()).expect("a listener");
-        let address = listener.local_addr().expect("bound");
-        let shut = Arc::new(AtomicBool::new(false));
-        let carried: Arc<Mutex<Vec<TcpStream>>> = Arc::default();
-        let (is_shut, carrying) = (shut.clone(), carried.clone());
-        thread::spawn(move || {
-            for near in listener.incoming().flatten() {
-                if is_shut.load(Ordering::SeqCst) {
-                    continue;
-                }
-                let Ok(far) = TcpStream::connect(target) else {
-                    continue;
-                };
-                let mut carried = carrying.lock().expect("no panic under the lock");
-                for (from, to) in [(&near, &far), (&far, &near)] {
-                    let from = from.try_clone().expect("a descriptor");
-                    let to = to.try_clone().expect("a descriptor");
-                    thread::spawn(move || carry(from, to));
-                }
-                carried.extend([near, far]);
-            }
-        });
-        Self {
-            address,
-            shut,
-            carried,
-        }
-    }
-
-    fn cut(&self) {
-        for socket in self
-            .carried
-            .lock()
-            .expect("no panic under the lock")
-            .drain(..)
-        {
-            let _ = socket.shutdown(Shutdown::Both);
-        }
-    }
-
-    fn shut(&self, shut: bool) {
-        self.shut.store(shut, Ordering::SeqCst);
-        if shut {
-            self.cut();
-        }
-    }
-}
-
-fn carry(mut from: TcpStream, mut to: TcpStream) {
-    let mut bytes = vec![0; 64 * 1024];
-    while let Ok(read @ 1..) = from.read(&mut bytes) {
-        if to.write_all(&bytes[..read]).is_err() {
-            break;
-        }
-    }
-    let _ = to.shutdown(Shutdown::Both);
-    let _ = from.shutdown(Shutdown::Both);
-}
 
 /// The owner of a session: remembers what it was told.
 struct Owner {

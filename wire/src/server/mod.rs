@@ -160,7 +160,7 @@ secret! {
 #[error("expected 64 hexadecimal digits")]
 pub struct SecretError;
 
-fn hex(bytes: &[u8; 32]) -> String {
+pub(crate) fn hex(bytes: &[u8; 32]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     bytes
         .iter()
@@ -169,7 +169,7 @@ fn hex(bytes: &[u8; 32]) -> String {
         .collect()
 }
 
-fn unhex(text: &str) -> Result<[u8; 32], SecretError> {
+pub(crate) fn unhex(text: &str) -> Result<[u8; 32], SecretError> {
     let digits = text.as_bytes();
     if digits.len() != 64 {
         return Err(SecretError);

@@ -1,0 +1,312 @@
+//! A disk's line to one server: its session, and the data connections that requests take turns on.
+//!
+//! A request takes a connection, waits for its one reply and puts the connection back. One that
+//! dies is replaced behind the server's fence, and the request is made again: it names the same
+//! bytes and the same place, so that once more is as good as once. A server out of reach is waited
+//! for, for as long as nobody interrupts; one that has the disk no more, or that another has claimed
+//! it from, is an error at once.
+
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use outram_wire::server::data::Op;
+use outram_wire::server::{Extent, Refusal, SlabId};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{DiskFault, Interrupt, LOOK};
+use crate::remote::{DataConn, ExtentError, RemoteError, Session, SessionEvent, SubmitError};
+
+/// How long an interrupted request waits for a reply that is under way: a server in reach answers
+/// far sooner, and giving a connection up costs all of them.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// A disk's line to one server.
+pub(super) struct Line {
+    pub(super) session: Session,
+    pub(super) state: Arc<LineState>,
+}
+
+/// What requests and the thread that hears the session share.
+#[derive(Default)]
+pub(super) struct LineState {
+    now: Mutex<Now>,
+    changed: Condvar,
+    sent_bytes: AtomicU64,
+    received_bytes: AtomicU64,
+}
+
+#[derive(Default)]
+struct Now {
+    idle: Vec<DataConn>,
+    /// The latest greeting: connections of former ones are dead.
+    generation: u64,
+    /// Slabs that the server kept for the disk when it was opened.
+    held: Option<Vec<SlabId>>,
+    /// A slab was asked for, and there is no answer yet.
+    asked: bool,
+    answers: VecDeque<Result<SlabId, Refusal>>,
+    over: Option<Over>,
+}
+
+/// Why a line is of no use any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Over {
+    /// Another backend has claimed the disk.
+    Claimed(String),
+    /// What was stored there is gone.
+    Lost(String),
+}
+
+impl Over {
+    fn fault(&self) -> DiskFault {
+        match self {
+            Self::Claimed(reason) => DiskFault::Claimed(reason.clone()),
+            Self::Lost(reason) => DiskFault::Lost(reason.clone()),
+        }
+    }
+}
+
+impl LineState {
+    /// Takes in what the session tells.
+    pub(super) fn hear(&self, event: SessionEvent) {
+        let mut now = self.lock();
+        match event {
+            SessionEvent::Up { held, .. } => {
+                now.held.get_or_insert(held);
+            }
+            SessionEvent::DataConnection { conn, .. } => {
+                if conn.generation() > now.generation {
+                    now.idle.clear();
+                    now.generation = conn.generation();
+                }
+                if conn.generation() == now.generation {
+                    now.idle.push(conn);
+                }
+            }
+            SessionEvent::Down { error, .. } => {
+                if let Some(over) = verdict(&error) {
+                    now.over.get_or_insert(over);
+                }
+            }
+            SessionEvent::Lost { slabs, .. } => {
+                let reason = format!("the server lost {} slabs of the disk", slabs.len());
+                now.over.get_or_insert(Over::Lost(reason));
+            }
+            SessionEvent::Leased { slab, .. } => {
+                now.asked = false;
+                now.answers.push_back(Ok(slab));
+            }
+            SessionEvent::LeaseRefused { reason, .. } => {
+                now.asked = false;
+                now.answers.push_back(Err(reason));
+            }
+            // Servers ask nothing back of a disk; of a stop, the end of the connection tells.
+            SessionEvent::Vacate { .. } | SessionEvent::Closing { .. } => {}
+        }
+        drop(now);
+        self.changed.notify_all();
+    }
+
+    /// Why the line is of no use any more, if so.
+    pub(super) fn over(&self) -> Option<Over> {
+        self.lock().over.clone()
+    }
+
+    /// Bytes sent and received, with framing.
+    pub(super) fn traffic(&self) -> (u64, u64) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (get(&self.sent_bytes), get(&self.received_bytes))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Now> {
+        // Each change under the lock is a single call.
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `find` finds what it looks for.
+    fn wait<T>(
+        &self,
+        interrupt: &Interrupt<'_>,
+        mut find: impl FnMut(&mut Now) -> Option<T>,
+    ) -> Result<T, DiskFault> {
+        let mut now = self.lock();
+        loop {
+            if let Some(over) = &now.over {
+                return Err(over.fault());
+            }
+            if let Some(found) = find(&mut now) {
+                return Ok(found);
+            }
+            if interrupt.is_wanted() {
+                return Err(DiskFault::Interrupted);
+            }
+            let waited = self.changed.wait_timeout(now, LOOK);
+            now = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// What an error of the session means for the disk; nothing where it may pass.
+fn verdict(error: &RemoteError) -> Option<Over> {
+    let RemoteError::Refused { refusal, .. } = error else {
+        return None;
+    };
+    match refusal {
+        Refusal::DiskClaimed { .. } => Some(Over::Claimed(error.to_string())),
+        Refusal::NoSuchDisk { .. } | Refusal::DiskSecret { .. } => {
+            Some(Over::Lost(error.to_string()))
+        }
+        _ => None,
+    }
+}
+
+/// How a request on a connection ended.
+enum Exchange {
+    Done(Vec<u8>),
+    Refused(ExtentError),
+    Dead,
+    Interrupted,
+}
+
+impl Line {
+    /// Slabs that the server kept for the disk.
+    pub(super) fn held(&self, interrupt: &Interrupt<'_>) -> Result<Vec<SlabId>, DiskFault> {
+        self.state.wait(interrupt, |now| now.held.clone())
+    }
+
+    /// Leases a slab.
+    pub(super) fn lease(&self, interrupt: &Interrupt<'_>) -> Result<SlabId, DiskFault> {
+        let answer = self.state.wait(interrupt, |now| {
+            let answer = now.answers.pop_front();
+            if answer.is_none() && !now.asked {
+                now.asked = true;
+                self.session.request_slab();
+            }
+            answer
+        })?;
+        answer.map_err(|refusal| DiskFault::NoRoom(refusal.to_string()))
+    }
+
+    /// Reads the bytes of `extents`.
+    pub(super) fn read(
+        &self,
+        extents: &[Extent],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<Vec<u8>, DiskFault> {
+        self.perform(Op::Read, extents, &[], interrupt)
+    }
+
+    /// Stores `payload` at `extents`: all of it, or nothing.
+    pub(super) fn write(
+        &self,
+        extents: &[Extent],
+        payload: &[&[u8]],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        self.perform(Op::Write, extents, payload, interrupt)
+            .map(drop)
+    }
+
+    fn perform(
+        &self,
+        op: Op,
+        extents: &[Extent],
+        payload: &[&[u8]],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<Vec<u8>, DiskFault> {
+        loop {
+            let mut conn = self.state.wait(interrupt, |now| now.idle.pop())?;
+            let before = (conn.sent_bytes(), conn.received_bytes());
+            let ended = exchange(&mut conn, op, extents, payload, interrupt);
+            let count = |counter: &AtomicU64, bytes| counter.fetch_add(bytes, Ordering::Relaxed);
+            count(&self.state.sent_bytes, conn.sent_bytes() - before.0);
+            count(&self.state.received_bytes, conn.received_bytes() - before.1);
+            match ended {
+                Exchange::Done(bytes) => {
+                    self.put_back(conn);
+                    return Ok(bytes);
+                }
+                Exchange::Refused(error) => {
+                    self.put_back(conn);
+                    return Err(DiskFault::Lost(error.to_string()));
+                }
+                Exchange::Dead => self.session.reconnect_data(conn.generation()),
+                Exchange::Interrupted => {
+                    // What was sent may still land, unless a new greeting is fenced off from it.
+                    self.session.reconnect_data(conn.generation());
+                    return Err(DiskFault::Interrupted);
+                }
+            }
+        }
+    }
+
+    fn put_back(&self, conn: DataConn) {
+        let mut now = self.state.lock();
+        if conn.generation() == now.generation {
+            now.idle.push(conn);
+        }
+        drop(now);
+        self.state.changed.notify_all();
+    }
+}
+
+/// Makes one request on a connection that has no other in flight.
+fn exchange(
+    conn: &mut DataConn,
+    op: Op,
+    extents: &[Extent],
+    payload: &[&[u8]],
+    interrupt: &Interrupt<'_>,
+) -> Exchange {
+    let submitted = match op {
+        Op::Read => conn.submit_read(0, extents),
+        Op::Write => conn.submit_write(0, extents, payload),
+    };
+    match submitted {
+        Ok(()) => {}
+        Err(SubmitError::Dead(_)) => return Exchange::Dead,
+        Err(error) => {
+            // Requests are far below the protocol's bounds, and alone on their connection.
+            tracing::error!(%error, "a disk request could not be sent");
+            return Exchange::Dead;
+        }
+    }
+    let mut give_up_at = None;
+    loop {
+        let mut reply = None;
+        let received = match conn.wants_write() {
+            true => conn.flush(),
+            false => Ok(()),
+        }
+        .and_then(|()| conn.receive(|_, outcome| reply = Some(outcome.map(<[u8]>::to_vec))));
+        match (reply, received) {
+            (Some(Ok(bytes)), _) => return Exchange::Done(bytes),
+            (Some(Err(error)), _) => return Exchange::Refused(error),
+            (None, Err(_)) => return Exchange::Dead,
+            (None, Ok(())) => {}
+        }
+        if interrupt.is_wanted() {
+            let at = *give_up_at.get_or_insert_with(|| Instant::now() + GRACE);
+            if Instant::now() >= at {
+                return Exchange::Interrupted;
+            }
+        }
+        wait_for(conn);
+    }
+}
+
+/// Waits for the connection, at most for a look's time.
+fn wait_for(conn: &DataConn) {
+    let mut flags = PollFlags::IN;
+    flags.set(PollFlags::OUT, conn.wants_write());
+    let mut fds = [PollFd::from_borrowed_fd(conn.as_fd(), flags)];
+    let timeout = Timespec {
+        tv_sec: 0,
+        tv_nsec: LOOK.as_nanos() as i64,
+    };
+    // A failed wait is only a shorter one: the connection is asked either way.
+    let _ = poll(&mut fds, Some(&timeout));
+}

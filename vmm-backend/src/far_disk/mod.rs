@@ -1,0 +1,436 @@
+//! The far-memory disk: a thin disk whose blocks lie on the memory servers alone.
+//!
+//! A write returns once a server has it, so that nothing of the disk lies on this host; blocks that
+//! were never written, or were given back, read as zeros and cost nothing. Each block that comes
+//! back is checked against a keyed hash bound to disk, block and generation: a wrong or lost block is
+//! an error, never other bytes.
+//!
+//! The disk belongs to nobody's process. It is created with its guest's start, *parked* when its
+//! backend goes away keeping it, and claimed by the next one: after a restore, or at the other end of
+//! a migration. The latest claim wins. So it is opened no earlier than its first use, for until then
+//! another host's guest may be using it; see [`FarDisk::resume`].
+//!
+//! The module knows neither virtio nor the pager. Its callers wait for the network; the pager's
+//! threads never do so here. What would wait for a server out of reach can be interrupted, and the
+//! request be made again later: each is whole blocks to a fixed place, and may be done twice.
+//! Lock order: `opening`, then `access`; neither while waiting for a server, but for `opening` by
+//! whoever opens.
+
+mod extents;
+mod key;
+mod layout;
+mod line;
+mod opening;
+mod ranges;
+mod store;
+#[cfg(test)]
+mod tests;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use outram_wire::causes::with_causes;
+use outram_wire::control::{DiskState, DiskStatus};
+use outram_wire::disk::DiskKey;
+use outram_wire::server::{DiskId, SlabId};
+use outram_wire::units::{VmId, format_size};
+
+use crate::remote::{RemoteConfig, RemoteError};
+use key::Identity;
+use line::Over;
+use store::Store;
+
+/// How often what waits looks whether it is interrupted.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long the servers may take to confirm that the disk is dropped.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between two attempts to open a disk whose server is out of reach.
+const RETRY: Duration = Duration::from_millis(500);
+/// Data connections to each server: as many requests move at a time.
+pub const DATA_CONNECTIONS: usize = 4;
+
+/// What a disk is made of.
+#[derive(Clone, Debug)]
+pub struct FarDiskConfig {
+    /// The guest.
+    pub vm: VmId,
+    /// Bytes: see [`outram_wire::disk::is_disk_size`].
+    pub size_bytes: u64,
+    /// The key in the domain's metadata.
+    pub key: DiskKey,
+    /// The servers, and who we are; its `vm` and `secret` are not used.
+    pub remote: RemoteConfig,
+}
+
+/// Why a disk could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    /// A memory server.
+    #[error(transparent)]
+    Remote(#[from] RemoteError),
+    /// No server is named.
+    #[error("a far-memory disk needs a memory server, and none is named")]
+    NoServer,
+    /// Slabs without room for a block.
+    #[error("slabs of {0} bytes are too small for a far-memory disk")]
+    SlabSize(u64),
+    /// The disk on the servers has another size.
+    #[error(
+        "the disk on the memory servers has {}, the domain's metadata says {}: set the size back, or start the guest without its saved state",
+        format_size(*kept), format_size(*asked)
+    )]
+    OtherSize {
+        /// As it was created.
+        kept: u64,
+        /// As it is asked for.
+        asked: u64,
+    },
+    /// The servers named are not those that it was created on.
+    #[error(
+        "the far-memory disk was created on other memory servers: name the same ones, all of them"
+    )]
+    OtherServers,
+    /// A slab that is not this disk's.
+    #[error("slab {0} on a memory server is not this disk's, or was changed")]
+    Foreign(SlabId),
+    /// It failed while being loaded.
+    #[error(transparent)]
+    Fault(#[from] DiskFault),
+}
+
+/// Why a request to the disk failed. What it was to change may or may not have changed where it was
+/// interrupted; otherwise it has not.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DiskFault {
+    /// The caller wanted it ended: to be made again.
+    #[error("the request was interrupted")]
+    Interrupted,
+    /// What was stored is gone.
+    #[error("the disk's contents are lost: {0}")]
+    Lost(String),
+    /// Another backend uses the disk now.
+    #[error("the disk is used elsewhere: {0}")]
+    Claimed(String),
+    /// A block that came back is not the one that was stored.
+    #[error("block {block} came back changed")]
+    Corrupt {
+        /// Its number on the disk.
+        block: u32,
+    },
+    /// There is no room although it was set aside.
+    #[error("no room for more of the disk: {0}")]
+    NoRoom(String),
+    /// The request reaches past the disk's end.
+    #[error("the request reaches past the end of the disk")]
+    Beyond,
+    /// The disk could not be opened.
+    #[error("the disk could not be opened: {0}")]
+    Unopened(String),
+    /// The guest has ended.
+    #[error("the guest has ended")]
+    Ended,
+}
+
+/// Whether whoever made a request wants it ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Interrupt<'a>(Option<&'a AtomicBool>);
+
+impl<'a> Interrupt<'a> {
+    /// Wanted once the flag is set.
+    pub fn by(flag: &'a AtomicBool) -> Self {
+        Self(Some(flag))
+    }
+
+    /// Never wanted.
+    pub fn never() -> Self {
+        Self(None)
+    }
+
+    fn is_wanted(&self) -> bool {
+        self.0.is_some_and(|flag| flag.load(Ordering::Acquire))
+    }
+}
+
+/// A guest's far-memory disk.
+pub struct FarDisk {
+    config: FarDiskConfig,
+    identity: Identity,
+    access: Mutex<Access>,
+    /// Held by whoever opens the disk.
+    opening: Mutex<()>,
+    tally: Tally,
+}
+
+/// How far a disk is open.
+enum Access {
+    /// To be claimed by the first who uses it.
+    Closed,
+    Open(Arc<Store>),
+    /// It cannot be opened, for this reason.
+    Failed(String),
+    Ended,
+}
+
+#[derive(Default)]
+struct Tally {
+    reads: AtomicU64,
+    writes: AtomicU64,
+    discards: AtomicU64,
+    errors: AtomicU64,
+    integrity_failures: AtomicU64,
+}
+
+impl FarDisk {
+    /// A new, empty disk: every byte of it is set aside on the servers.
+    pub fn create(config: FarDiskConfig) -> Result<Self, DiskError> {
+        let identity = Identity::derive(config.vm, &config.key);
+        let store = opening::create(&config, &identity)?;
+        Ok(Self::with_access(
+            config,
+            identity,
+            Access::Open(Arc::new(store)),
+        ))
+    }
+
+    /// The disk as it was left, or is being used until its guest is here: claimed at its first use.
+    pub fn incoming(config: FarDiskConfig) -> Self {
+        let identity = Identity::derive(config.vm, &config.key);
+        Self::with_access(config, identity, Access::Closed)
+    }
+
+    fn with_access(config: FarDiskConfig, identity: Identity, access: Access) -> Self {
+        Self {
+            config,
+            identity,
+            access: Mutex::new(access),
+            opening: Mutex::default(),
+            tally: Tally::default(),
+        }
+    }
+
+    /// Its size in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.config.size_bytes
+    }
+
+    /// Its name on the servers.
+    pub fn id(&self) -> DiskId {
+        self.identity.disk
+    }
+
+    /// Reads from `offset` on.
+    pub fn read(
+        &self,
+        offset: u64,
+        into: &mut [u8],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        self.check_bounds(offset, into.len() as u64)?;
+        let result = self
+            .open(interrupt)
+            .and_then(|store| store.read(offset, into, interrupt));
+        self.count(&self.tally.reads, result)
+    }
+
+    /// Writes from `offset` on; returns once the servers have all of it.
+    pub fn write(
+        &self,
+        offset: u64,
+        from: &[u8],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        self.check_bounds(offset, from.len() as u64)?;
+        let result = self
+            .open(interrupt)
+            .and_then(|store| store.write(offset, from, interrupt));
+        self.count(&self.tally.writes, result)
+    }
+
+    /// Makes bytes read as zeros, and gives back the room of blocks that lie among them whole.
+    pub fn zero(
+        &self,
+        offset: u64,
+        length: u64,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        self.check_bounds(offset, length)?;
+        let result = self
+            .open(interrupt)
+            .and_then(|store| store.zero(offset, length, interrupt));
+        self.count(&self.tally.discards, result)
+    }
+
+    /// The guest begins to use the disk (again): should another backend have claimed it meanwhile,
+    /// it is claimed back at the next use. A migration that failed after the hand-over ends so.
+    pub fn resume(&self) {
+        let mut access = self.access();
+        let claimed = match &*access {
+            Access::Open(store) => matches!(store.over(), Some(Over::Claimed(_))),
+            // What kept it from being opened may be mended by now.
+            Access::Failed(_) => true,
+            Access::Closed | Access::Ended => false,
+        };
+        if claimed {
+            tracing::info!("the far-memory disk is to be claimed again");
+            *access = Access::Closed;
+        }
+    }
+
+    /// The guest has ended: the disk is parked for whoever claims it, or dropped.
+    pub fn end(&self, keep: bool) {
+        let access = std::mem::replace(&mut *self.access(), Access::Ended);
+        let Access::Open(store) = access else {
+            return;
+        };
+        if keep {
+            tracing::info!("the far-memory disk is parked on its servers");
+            return;
+        }
+        for line in &store.lines {
+            if let Err(error) = line.session.close(CLOSE_TIMEOUT) {
+                tracing::warn!(
+                    "a memory server did not confirm that the far-memory disk is dropped; see 'outram disk': {}",
+                    with_causes(&error)
+                );
+            }
+        }
+    }
+
+    /// How the disk is.
+    pub fn status(&self) -> DiskStatus {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let mut status = DiskStatus {
+            id: self.identity.disk,
+            size_bytes: self.config.size_bytes,
+            state: DiskState::Parked,
+            detail: None,
+            stored_bytes: 0,
+            leased_slabs: 0,
+            reads: get(&self.tally.reads),
+            writes: get(&self.tally.writes),
+            discards: get(&self.tally.discards),
+            errors: get(&self.tally.errors),
+            integrity_failures: get(&self.tally.integrity_failures),
+            sent_bytes: 0,
+            received_bytes: 0,
+        };
+        match &*self.access() {
+            Access::Open(store) => {
+                status.state = DiskState::Open;
+                status.stored_bytes = store.written_bytes();
+                status.leased_slabs = store.extents.count();
+                for line in &store.lines {
+                    let (sent, received) = line.state.traffic();
+                    status.sent_bytes += sent;
+                    status.received_bytes += received;
+                }
+                match store.over() {
+                    Some(Over::Claimed(reason)) => {
+                        (status.state, status.detail) = (DiskState::Claimed, Some(reason));
+                    }
+                    Some(Over::Lost(reason)) => {
+                        (status.state, status.detail) = (DiskState::Lost, Some(reason));
+                    }
+                    None => {}
+                }
+            }
+            Access::Failed(reason) => {
+                (status.state, status.detail) = (DiskState::Lost, Some(reason.clone()));
+            }
+            Access::Closed | Access::Ended => {}
+        }
+        status
+    }
+
+    /// Memory that the tables of a disk of so many bytes take at most: eight bytes a block.
+    pub fn table_bytes(size_bytes: u64) -> u64 {
+        size_bytes.div_ceil(layout::BLOCK as u64) * 8
+    }
+
+    fn access(&self) -> MutexGuard<'_, Access> {
+        // Each change under the lock is an assignment.
+        self.access.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The disk, open; `None` while it is to be claimed.
+    fn opened(&self) -> Option<Result<Arc<Store>, DiskFault>> {
+        match &*self.access() {
+            Access::Open(store) => Some(Ok(Arc::clone(store))),
+            Access::Closed => None,
+            Access::Failed(reason) => Some(Err(DiskFault::Unopened(reason.clone()))),
+            Access::Ended => Some(Err(DiskFault::Ended)),
+        }
+    }
+
+    /// The disk, open: claimed now if it was not yet. A server out of reach is waited for.
+    fn open(&self, interrupt: &Interrupt<'_>) -> Result<Arc<Store>, DiskFault> {
+        if let Some(opened) = self.opened() {
+            return opened;
+        }
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            // Another may have opened it while the lock was waited for.
+            if let Some(opened) = self.opened() {
+                return opened;
+            }
+            if interrupt.is_wanted() {
+                return Err(DiskFault::Interrupted);
+            }
+            match opening::claim(&self.config, &self.identity, interrupt) {
+                Ok(store) => self.settle(Access::Open(Arc::new(store))),
+                Err(error) if opening::may_pass(&error) => {
+                    tracing::warn!(
+                        "the far-memory disk is not open yet: {}",
+                        with_causes(&error)
+                    );
+                    std::thread::sleep(RETRY);
+                }
+                Err(error) => {
+                    let reason = with_causes(&error);
+                    tracing::error!("the far-memory disk cannot be opened: {reason}");
+                    self.settle(Access::Failed(reason));
+                }
+            }
+        }
+    }
+
+    /// Ends an opening, unless the guest has ended meanwhile.
+    fn settle(&self, outcome: Access) {
+        let mut access = self.access();
+        if matches!(*access, Access::Closed) {
+            *access = outcome;
+        }
+    }
+
+    fn check_bounds(&self, offset: u64, length: u64) -> Result<(), DiskFault> {
+        let end = offset.checked_add(length);
+        match end.is_some_and(|end| end <= self.config.size_bytes) {
+            true => Ok(()),
+            false => Err(DiskFault::Beyond),
+        }
+    }
+
+    fn count(&self, kind: &AtomicU64, result: Result<(), DiskFault>) -> Result<(), DiskFault> {
+        match &result {
+            Ok(()) => {
+                kind.fetch_add(1, Ordering::Relaxed);
+            }
+            // Made again later.
+            Err(DiskFault::Interrupted) => {}
+            Err(fault) => {
+                if matches!(fault, DiskFault::Corrupt { .. }) {
+                    self.tally
+                        .integrity_failures
+                        .fetch_add(1, Ordering::Relaxed);
+                }
+                let errors = self.tally.errors.fetch_add(1, Ordering::Relaxed) + 1;
+                // A guest can repeat what fails as fast as it likes: ever fewer are logged.
+                if errors.is_power_of_two() {
+                    tracing::error!(errors, "a request to the far-memory disk failed: {fault}");
+                }
+            }
+        }
+        result
+    }
+}

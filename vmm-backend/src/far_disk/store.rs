@@ -1,0 +1,550 @@
+//! An open disk: blocks to and from the slabs of its extents.
+//!
+//! A block and its entry are written by one request, which a server carries out whole or not at
+//! all, and acknowledged before the caller goes on. So a block is never in any state but before or
+//! after a write, also for whoever loads the disk from its slabs later. An interrupted change leaves
+//! it open which; it is looked up before the block is used again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+
+use super::extents::{Extents, Place, StoredExtent, runs_of};
+use super::layout::{BLOCK, ENTRY, Entry, HEADER, Layout, Run, encode_header, entries};
+use super::line::{Line, Over};
+use super::ranges::{Hold, Ranges};
+use super::{DiskFault, Interrupt};
+use crate::engine::tag::{Tag, TagKey, fill_word};
+use crate::engine::{Generation, PageIndex};
+
+/// Most blocks that one request to a server moves: 1 MiB, as much as a guest's request.
+const MOST_BLOCKS: u32 = 256;
+/// Most blocks whose entries one request clears: 1 MiB of entries.
+const MOST_CLEARED: u32 = (1 << 20) / ENTRY as u32;
+
+/// An open disk.
+pub(super) struct Store {
+    pub(super) layout: Layout,
+    pub(super) lines: Vec<Line>,
+    pub(super) extents: Extents,
+    ranges: Ranges,
+    tags: TagKey,
+    next_generation: AtomicU64,
+    written_blocks: AtomicI64,
+}
+
+impl Store {
+    /// A disk of which `extents` are written, with generations below `next_generation`.
+    pub(super) fn new(
+        layout: Layout,
+        lines: Vec<Line>,
+        tags: TagKey,
+        extents: Extents,
+        next_generation: u64,
+        written_blocks: u64,
+    ) -> Self {
+        Self {
+            layout,
+            lines,
+            extents,
+            ranges: Ranges::default(),
+            tags,
+            next_generation: AtomicU64::new(next_generation),
+            written_blocks: AtomicI64::new(written_blocks as i64),
+        }
+    }
+
+    /// Bytes of blocks that are written.
+    pub(super) fn written_bytes(&self) -> u64 {
+        let blocks = self.written_blocks.load(Ordering::Relaxed);
+        blocks.max(0) as u64 * BLOCK as u64
+    }
+
+    /// Why a part of the disk is of no use any more, if so.
+    pub(super) fn over(&self) -> Option<Over> {
+        self.lines.iter().find_map(|line| line.state.over())
+    }
+
+    /// Reads from `offset` on.
+    pub(super) fn read(
+        &self,
+        offset: u64,
+        into: &mut [u8],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        let blocks = touched(offset, into.len() as u64);
+        for (extent, run) in self.layout.runs(blocks, MOST_BLOCKS) {
+            let _hold = self.hold(extent, run, true, interrupt)?;
+            let start = self.start_of(extent, run);
+            match self.aligned_part(offset, into, start, run) {
+                Some(part) => self.read_blocks(extent, run, part, interrupt)?,
+                None => {
+                    let mut bytes = vec![0; run.count as usize * BLOCK];
+                    self.read_blocks(extent, run, &mut bytes, interrupt)?;
+                    let (from, to, length) = overlap(start, bytes.len(), offset, into.len());
+                    into[to..to + length].copy_from_slice(&bytes[from..from + length]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes from `offset` on.
+    pub(super) fn write(
+        &self,
+        offset: u64,
+        from: &[u8],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        let blocks = touched(offset, from.len() as u64);
+        for (extent, run) in self.layout.runs(blocks, MOST_BLOCKS) {
+            let start = self.start_of(extent, run);
+            let (to, at, length) = overlap(start, run.count as usize * BLOCK, offset, from.len());
+            let change = Change {
+                extent,
+                run,
+                start: to,
+                bytes: &from[at..at + length],
+            };
+            self.change(&change, interrupt)?;
+        }
+        Ok(())
+    }
+
+    /// Makes `length` bytes from `offset` on read as zeros, and gives their room back.
+    pub(super) fn zero(
+        &self,
+        offset: u64,
+        length: u64,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        let end = offset + length;
+        let first_whole = offset.next_multiple_of(BLOCK as u64).min(end);
+        let last_whole = (end / BLOCK as u64 * BLOCK as u64).max(first_whole);
+        for (start, end) in [(offset, first_whole), (last_whole, end)] {
+            if start < end {
+                let zeros = vec![0; (end - start) as usize];
+                self.write(start, &zeros, interrupt)?;
+            }
+        }
+        let blocks = touched(first_whole, last_whole - first_whole);
+        for (extent, run) in self.layout.runs(blocks, u32::MAX) {
+            self.clear(extent, run, interrupt)?;
+        }
+        Ok(())
+    }
+
+    /// Gives up whole blocks of an extent, and its slab if nothing else is in it.
+    pub(super) fn clear(
+        &self,
+        extent: u32,
+        run: Run,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        {
+            let _hold = self.hold(extent, run, false, interrupt)?;
+            let Some(stored) = self.extents.get(extent) else {
+                return Ok(());
+            };
+            if run.count == self.layout.blocks_of(extent) {
+                return self.release(extent, &stored, interrupt);
+            }
+            self.settle(&stored, run, interrupt)?;
+            self.clear_entries(&stored, run, interrupt)?;
+        }
+        self.release_if_empty(extent, interrupt)
+    }
+
+    fn hold(
+        &self,
+        extent: u32,
+        run: Run,
+        shared: bool,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<Hold<'_>, DiskFault> {
+        let first = self.layout.block(extent, run.first);
+        let blocks = first..first + run.count;
+        self.ranges.hold(blocks, shared, interrupt)
+    }
+
+    fn whole(&self, extent: u32) -> Run {
+        Run {
+            first: 0,
+            count: self.layout.blocks_of(extent),
+        }
+    }
+
+    /// Where a run begins on the disk, in bytes.
+    fn start_of(&self, extent: u32, run: Run) -> u64 {
+        u64::from(self.layout.block(extent, run.first)) * BLOCK as u64
+    }
+
+    /// The part of `bytes`, which lie from `offset` on, that is exactly the run.
+    fn aligned_part<'a>(
+        &self,
+        offset: u64,
+        bytes: &'a mut [u8],
+        start: u64,
+        run: Run,
+    ) -> Option<&'a mut [u8]> {
+        let at = usize::try_from(start.checked_sub(offset)?).ok()?;
+        bytes.get_mut(at..at + run.count as usize * BLOCK)
+    }
+
+    /// Reads whole blocks whose range is held.
+    fn read_blocks(
+        &self,
+        extent: u32,
+        run: Run,
+        into: &mut [u8],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        let Some(stored) = self.extents.get(extent) else {
+            into.fill(0);
+            return Ok(());
+        };
+        self.settle(&stored, run, interrupt)?;
+        for (piece, written) in stored.pieces(run) {
+            let at = (piece.first - run.first) as usize * BLOCK;
+            let part = &mut into[at..at + piece.count as usize * BLOCK];
+            match written {
+                true => self.fetch(&stored, piece, part, interrupt)?,
+                false => part.fill(0),
+            }
+        }
+        Ok(())
+    }
+
+    /// Fetches written blocks, and checks each.
+    fn fetch(
+        &self,
+        stored: &StoredExtent,
+        run: Run,
+        into: &mut [u8],
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        let places = [
+            self.layout.blocks_at(stored.place.slab, run),
+            self.layout.entries_at(stored.place.slab, run),
+        ];
+        let bytes = self.line(stored).read(&places, interrupt)?;
+        let (blocks, told) = bytes.split_at(run.count as usize * BLOCK);
+        let contents = blocks.chunks_exact(BLOCK).zip(entries(told));
+        for (place, (block, entry)) in run.places().zip(contents) {
+            let number = self.layout.block(stored.place.extent, place);
+            let expected = Entry {
+                generation: stored.generation(place),
+                tag: self.tag(number, stored.generation(place), block),
+            };
+            if entry != expected {
+                return Err(DiskFault::Corrupt { block: number });
+            }
+        }
+        into.copy_from_slice(blocks);
+        Ok(())
+    }
+
+    fn tag(&self, block: u32, generation: u64, bytes: &[u8]) -> Tag {
+        self.tags
+            .tag(PageIndex(block), Generation(generation), bytes)
+    }
+
+    /// Makes a change, once there is a slab for it.
+    fn change(&self, change: &Change<'_>, interrupt: &Interrupt<'_>) -> Result<(), DiskFault> {
+        let extent = change.extent;
+        {
+            let zeros = change.bytes.iter().all(|byte| *byte == 0);
+            let hold = self.hold(extent, change.run, false, interrupt)?;
+            let (_hold, stored) = match self.extents.get(extent) {
+                Some(stored) => (hold, stored),
+                // Reads as zeros already.
+                None if zeros => return Ok(()),
+                None => {
+                    // Nobody else may find the extent without a slab meanwhile.
+                    drop(hold);
+                    let hold = self.hold(extent, self.whole(extent), false, interrupt)?;
+                    let stored = match self.extents.get(extent) {
+                        Some(stored) => stored,
+                        None => self.begin(extent, interrupt)?,
+                    };
+                    (hold, stored)
+                }
+            };
+            self.write_blocks(&stored, change, interrupt)?;
+        }
+        self.release_if_empty(extent, interrupt)
+    }
+
+    /// Leases a slab for an extent, whose whole range is held, and marks it as the extent's.
+    fn begin(
+        &self,
+        extent: u32,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<Arc<StoredExtent>, DiskFault> {
+        let number = extent as usize % self.lines.len();
+        let line = &self.lines[number];
+        let slab = line.lease(interrupt)?;
+        let header = encode_header(&self.tags, extent);
+        let written = line.write(&[self.layout.header_at(slab)], &[&header], interrupt);
+        if let Err(error) = written {
+            line.session.release_slab(slab);
+            return Err(error);
+        }
+        let generations = vec![0; self.layout.blocks_of(extent) as usize];
+        let place = Place {
+            extent,
+            line: number,
+            slab,
+        };
+        let stored = StoredExtent::new(place, generations);
+        Ok(self.extents.insert(extent, stored))
+    }
+
+    /// Writes blocks whose range is held: what the change leaves of its first and last block is read
+    /// before.
+    fn write_blocks(
+        &self,
+        stored: &StoredExtent,
+        change: &Change<'_>,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        self.ensure_header(stored, interrupt)?;
+        let run = change.run;
+        let whole = run.count as usize * BLOCK;
+        let merged: Vec<u8>;
+        let bytes = match change.bytes.len() == whole {
+            true => change.bytes,
+            false => {
+                merged = self.merge(change, interrupt)?;
+                &merged
+            }
+        };
+        let block = |place: u32| {
+            let at = (place - run.first) as usize * BLOCK;
+            &bytes[at..at + BLOCK]
+        };
+        for (piece, zeros) in runs_of(run, |place| fill_word(block(place)) == Some(0)) {
+            if zeros {
+                self.settle(stored, piece, interrupt)?;
+                self.clear_entries(stored, piece, interrupt)?;
+                continue;
+            }
+            let generations: Vec<u64> = piece
+                .places()
+                .map(|_| self.next_generation.fetch_add(1, Ordering::Relaxed))
+                .collect();
+            let mut told = Vec::with_capacity(piece.count as usize * ENTRY);
+            for (place, generation) in piece.places().zip(&generations) {
+                let number = self.layout.block(change.extent, place);
+                let entry = Entry {
+                    generation: *generation,
+                    tag: self.tag(number, *generation, block(place)),
+                };
+                told.extend_from_slice(&entry.encode());
+            }
+            let at = (piece.first - run.first) as usize * BLOCK;
+            let payload = [&bytes[at..at + piece.count as usize * BLOCK], &told];
+            let places = [
+                self.layout.blocks_at(stored.place.slab, piece),
+                self.layout.entries_at(stored.place.slab, piece),
+            ];
+            let written = self.line(stored).write(&places, &payload, interrupt);
+            self.note(stored, piece, &generations, written)?;
+        }
+        Ok(())
+    }
+
+    /// Marks a slab as its extent's again, should that be in doubt.
+    fn ensure_header(
+        &self,
+        stored: &StoredExtent,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        if stored.may_lack_header() {
+            let header = encode_header(&self.tags, stored.place.extent);
+            let at = self.layout.header_at(stored.place.slab);
+            self.line(stored).write(&[at], &[&header], interrupt)?;
+            stored.set_may_lack_header(false);
+        }
+        Ok(())
+    }
+
+    fn line(&self, stored: &StoredExtent) -> &Line {
+        &self.lines[stored.place.line]
+    }
+
+    /// The blocks of a change with what the change leaves of them.
+    fn merge(&self, change: &Change<'_>, interrupt: &Interrupt<'_>) -> Result<Vec<u8>, DiskFault> {
+        let (extent, run) = (change.extent, change.run);
+        let mut merged = vec![0; run.count as usize * BLOCK];
+        let end = change.start + change.bytes.len();
+        let first_is_cut = !change.start.is_multiple_of(BLOCK);
+        let last_is_cut = !end.is_multiple_of(BLOCK) && (run.count > 1 || !first_is_cut);
+        let last = run.end() - 1;
+        for (cut, place) in [(first_is_cut, run.first), (last_is_cut, last)] {
+            if cut {
+                let one = Run {
+                    first: place,
+                    count: 1,
+                };
+                let at = (place - run.first) as usize * BLOCK;
+                self.read_blocks(extent, one, &mut merged[at..at + BLOCK], interrupt)?;
+            }
+        }
+        merged[change.start..end].copy_from_slice(change.bytes);
+        Ok(merged)
+    }
+
+    /// Marks blocks whose range is held, and that are settled, as not written.
+    fn clear_entries(
+        &self,
+        stored: &StoredExtent,
+        run: Run,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        for (piece, written) in stored.pieces(run) {
+            let mut first = piece.first;
+            while written && first < piece.end() {
+                let count = MOST_CLEARED.min(piece.end() - first);
+                let part = Run { first, count };
+                let place = self.layout.entries_at(stored.place.slab, part);
+                let zeros = vec![0; place.length as usize];
+                let cleared = self.line(stored).write(&[place], &[&zeros], interrupt);
+                self.note(stored, part, &vec![0; count as usize], cleared)?;
+                first += count;
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes what became of blocks that were to have these generations.
+    fn note(
+        &self,
+        stored: &StoredExtent,
+        run: Run,
+        generations: &[u64],
+        outcome: Result<(), DiskFault>,
+    ) -> Result<(), DiskFault> {
+        for (place, generation) in run.places().zip(generations) {
+            match &outcome {
+                Ok(()) => {
+                    let change = stored.set_generation(place, *generation);
+                    self.written_blocks.fetch_add(change, Ordering::Relaxed);
+                }
+                Err(DiskFault::Interrupted) => stored.doubt(place, *generation),
+                // The server is lost, and everything on it.
+                Err(_) => {}
+            }
+        }
+        outcome
+    }
+
+    /// Finds out what became of blocks whose last change was interrupted.
+    fn settle(
+        &self,
+        stored: &StoredExtent,
+        run: Run,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        if !stored.has_doubts(run) {
+            return Ok(());
+        }
+        for place in run.places() {
+            let Some(candidates) = stored.candidates(place) else {
+                continue;
+            };
+            let one = Run {
+                first: place,
+                count: 1,
+            };
+            let at = self.layout.entries_at(stored.place.slab, one);
+            let bytes = self.line(stored).read(&[at], interrupt)?;
+            let told = entries(&bytes).next().map(|entry| entry.generation);
+            match told {
+                Some(generation) if candidates.contains(&generation) => {
+                    let change = stored.set_generation(place, generation);
+                    self.written_blocks.fetch_add(change, Ordering::Relaxed);
+                }
+                // Left in doubt: it is an error until it is written whole.
+                _ => {
+                    let block = self.layout.block(stored.place.extent, place);
+                    return Err(DiskFault::Corrupt { block });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Releases an extent's slab if nothing is written there and nobody uses it at the moment;
+    /// otherwise whoever leaves it last does.
+    fn release_if_empty(&self, extent: u32, interrupt: &Interrupt<'_>) -> Result<(), DiskFault> {
+        let is_empty = |stored: &Arc<StoredExtent>| {
+            stored.written() == 0 && !stored.has_doubts(self.whole(extent))
+        };
+        if !self.extents.get(extent).is_some_and(|own| is_empty(&own)) {
+            return Ok(());
+        }
+        let first = self.layout.block(extent, 0);
+        let whole = first..first + self.layout.blocks_of(extent);
+        let Some(_hold) = self.ranges.try_hold(whole) else {
+            return Ok(());
+        };
+        match self.extents.get(extent) {
+            Some(stored) if is_empty(&stored) => self.release(extent, &stored, interrupt),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives an extent's slab back; its whole range is held.
+    fn release(
+        &self,
+        extent: u32,
+        stored: &StoredExtent,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        let line = &self.line(stored);
+        // Without its header it is nothing, should the release not arrive before the disk is parked.
+        let header = self.layout.header_at(stored.place.slab);
+        match line.write(&[header], &[&[0; HEADER]], interrupt) {
+            Ok(()) => {
+                let written = i64::from(stored.written());
+                self.written_blocks.fetch_sub(written, Ordering::Relaxed);
+                self.extents.remove(extent);
+                line.session.release_slab(stored.place.slab);
+                Ok(())
+            }
+            Err(error) => {
+                // It stays, whether or not the server has its header still.
+                stored.set_may_lack_header(true);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Bytes to be stored, in blocks of one extent.
+struct Change<'a> {
+    extent: u32,
+    run: Run,
+    /// Where in the run the bytes begin.
+    start: usize,
+    bytes: &'a [u8],
+}
+
+/// The blocks that a range of bytes touches.
+fn touched(offset: u64, length: u64) -> std::ops::Range<u32> {
+    let block = BLOCK as u64;
+    // Within the disk, whose blocks have 32 bits.
+    (offset / block) as u32..(offset + length).div_ceil(block) as u32
+}
+
+/// Where a run of `run_bytes` from `start` on and `length` bytes from `offset` on meet: within the
+/// run, within the bytes, and how long.
+fn overlap(start: u64, run_bytes: usize, offset: u64, length: usize) -> (usize, usize, usize) {
+    let first = start.max(offset);
+    let end = (start + run_bytes as u64).min(offset + length as u64);
+    (
+        (first - start) as usize,
+        (first - offset) as usize,
+        (end - first) as usize,
+    )
+}

@@ -1,0 +1,428 @@
+//! The disk against real servers in this process, compared with a plain array: through cut
+//! connections, interrupted requests, and one backend after the other.
+
+use std::thread;
+
+use outram_memserver::Server;
+use outram_wire::server::Extent;
+
+use super::*;
+use crate::remote::test_server::{self, Gate, PATIENCE, Pki, SLAB, anywhere, serve};
+
+const SIZE: u64 = 3 * SLAB;
+
+/// Xorshift: good enough, and the same for the same seed.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+}
+
+/// A disk's servers, each behind a gate.
+struct World {
+    pki: Pki,
+    servers: Vec<Server>,
+    gates: Vec<Gate>,
+}
+
+impl World {
+    fn new(slabs: &[u64]) -> Self {
+        let pki = Pki::new();
+        let start = |slab: &u64| serve(&pki, anywhere(), |config| config.slab_bytes = *slab);
+        let servers: Vec<Server> = slabs.iter().map(start).collect();
+        let gates = servers.iter().map(|server| Gate::to(server.local_addr()));
+        Self {
+            gates: gates.collect(),
+            servers,
+            pki,
+        }
+    }
+
+    fn config(&self) -> FarDiskConfig {
+        let addresses = self.gates.iter().map(|gate| gate.address.to_string());
+        let addresses = addresses.map(|address| address.parse().expect("an address"));
+        let remote = test_server::config(self.gates[0].address, self.pki.client.clone());
+        FarDiskConfig {
+            vm: VmId(uuid::Uuid::from_u128(9)),
+            size_bytes: SIZE,
+            key: DiskKey([5; 32]),
+            remote: RemoteConfig {
+                addresses: addresses.collect(),
+                data_connections: DATA_CONNECTIONS,
+                ..remote
+            },
+        }
+    }
+
+    fn create(&self) -> FarDisk {
+        FarDisk::create(self.config()).expect("there is room")
+    }
+
+    fn leased_bytes(&self) -> u64 {
+        let stats = self.servers.iter().map(Server::stats);
+        stats.map(|stats| stats.leased_bytes).sum()
+    }
+
+    fn eventually(&self, what: &str, done: impl Fn() -> bool) {
+        let deadline = std::time::Instant::now() + PATIENCE;
+        while !done() {
+            assert!(std::time::Instant::now() < deadline, "in vain: {what}");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn read(disk: &FarDisk, offset: u64, length: usize) -> Result<Vec<u8>, DiskFault> {
+    let mut bytes = vec![0xee; length];
+    disk.read(offset, &mut bytes, &Interrupt::never())
+        .map(|()| bytes)
+}
+
+fn write(disk: &FarDisk, offset: u64, bytes: &[u8]) {
+    disk.write(offset, bytes, &Interrupt::never())
+        .expect("written");
+}
+
+/// Carries a request out under interruptions that come when they like, until it is done.
+fn insist(dice: &mut Dice, request: impl Fn(&Interrupt<'_>) -> Result<(), DiskFault> + Sync) {
+    let give_up_after = Duration::from_millis(dice.below(4));
+    let flag = AtomicBool::new(false);
+    let outcome = thread::scope(|scope| {
+        let asked = scope.spawn(|| request(&Interrupt::by(&flag)));
+        thread::sleep(give_up_after);
+        flag.store(true, Ordering::Release);
+        asked.join().expect("no panic")
+    });
+    match outcome {
+        Ok(()) => {}
+        Err(DiskFault::Interrupted) => request(&Interrupt::never()).expect("carried out"),
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+/// Random requests, compared with an array after each read and at the end.
+fn live(seed: u64, slabs: &[u64], steps: usize) {
+    let world = World::new(slabs);
+    let mut dice = Dice(seed);
+    let mut model = vec![0u8; SIZE as usize];
+    let mut disk = world.create();
+    for step in 0..steps {
+        // Sectors, as a guest's requests are; some of whole blocks.
+        let unit = if dice.below(2) == 0 { 512 } else { 4096 };
+        let offset = dice.below(SIZE / unit) * unit;
+        let most = (SIZE - offset).min(300 * 1024);
+        let length = (dice.below(most / unit) + 1) * unit;
+        let part = offset as usize..(offset + length) as usize;
+        match dice.below(20) {
+            0..=6 => {
+                let found = read(&disk, offset, length as usize).expect("read");
+                assert!(
+                    found == model[part],
+                    "seed {seed} step {step}: {offset}+{length}"
+                );
+            }
+            7..=13 => {
+                for byte in &mut model[part.clone()] {
+                    *byte = dice.below(256) as u8;
+                }
+                let bytes = &model[part];
+                insist(&mut dice, |interrupt| disk.write(offset, bytes, interrupt));
+            }
+            14..=16 => {
+                model[part].fill(0);
+                insist(&mut dice, |interrupt| disk.zero(offset, length, interrupt));
+            }
+            17 => world.gates.iter().for_each(Gate::cut),
+            18 => {
+                let out = dice.below(slabs.len() as u64) as usize;
+                world.gates[out].shut(true);
+                let bytes = model[part].to_vec();
+                thread::scope(|scope| {
+                    scope.spawn(|| write(&disk, offset, &bytes));
+                    thread::sleep(Duration::from_millis(20));
+                    world.gates[out].shut(false);
+                });
+            }
+            _ => {
+                disk.end(true);
+                disk = FarDisk::incoming(world.config());
+            }
+        }
+    }
+    let found = read(&disk, 0, SIZE as usize).expect("read");
+    assert!(found == model, "seed {seed}: the whole disk");
+    assert_eq!(disk.status().errors, 0);
+    let whole = |block: &[u8]| block.iter().any(|byte| *byte != 0);
+    let written = model.chunks(4096).filter(|block| whole(block)).count();
+    assert_eq!(disk.status().stored_bytes, written as u64 * 4096);
+    disk.zero(0, SIZE, &Interrupt::never()).expect("zeroed");
+    world.eventually("every slab is given back", || world.leased_bytes() == 0);
+    disk.end(false);
+    let left = |server: &Server| server.stats().disks.len();
+    assert_eq!(world.servers.iter().map(left).sum::<usize>(), 0);
+}
+
+#[test]
+fn random_requests_leave_what_an_array_would_hold() {
+    for seed in [1, 2, 3] {
+        live(0x9e37_79b9_7f4a_7c15 ^ seed, &[128 << 10], 250);
+    }
+}
+
+#[test]
+fn a_disk_over_servers_of_different_slabs_holds_what_an_array_would() {
+    live(
+        0x1234_5678_9abc_def1,
+        &[64 << 10, 192 << 10, 128 << 10],
+        300,
+    );
+}
+
+#[test]
+fn requests_that_share_blocks_lose_nothing_of_each_other() {
+    let world = World::new(&[SLAB]);
+    let disk = world.create();
+    const SECTORS: u64 = 512;
+    thread::scope(|scope| {
+        for own in 0..4u64 {
+            let disk = &disk;
+            scope.spawn(move || {
+                for round in 0..3 {
+                    for sector in (own..SECTORS).step_by(4) {
+                        let bytes = [(sector + round + 1) as u8; 512];
+                        write(disk, sector * 512, &bytes);
+                        let found = read(disk, sector * 512, 512).expect("read");
+                        assert!(found == bytes, "sector {sector}");
+                    }
+                }
+            });
+        }
+    });
+    let found = read(&disk, 0, (SECTORS * 512) as usize).expect("read");
+    for (sector, bytes) in found.chunks(512).enumerate() {
+        assert!(bytes.iter().all(|byte| *byte == (sector + 3) as u8));
+    }
+}
+
+#[test]
+fn what_is_not_written_costs_nothing() {
+    let world = World::new(&[SLAB]);
+    let disk = world.create();
+    assert_eq!(read(&disk, 0, 8192), Ok(vec![0; 8192]));
+    write(&disk, 4096, &[0; 64 * 1024]);
+    let whole = disk.zero(0, SIZE, &Interrupt::never());
+    assert_eq!(whole, Ok(()));
+    assert_eq!(world.leased_bytes(), 0);
+    let reserved = world.servers[0].stats().reserved_bytes;
+    assert!(reserved >= SIZE, "all of it is set aside: {reserved}");
+    write(&disk, SIZE - 512, &[1; 512]);
+    assert_eq!(
+        (world.leased_bytes(), disk.status().stored_bytes),
+        (SLAB, 4096)
+    );
+    // Overwritten with zeros it is no more.
+    write(&disk, SIZE - 512, &[0; 512]);
+    world.eventually("the slab is given back", || world.leased_bytes() == 0);
+    assert_eq!(disk.status().stored_bytes, 0);
+}
+
+#[test]
+fn a_disk_that_does_not_fit_is_refused_and_leaves_nothing() {
+    let world = World::new(&[SLAB, SLAB]);
+    let config = FarDiskConfig {
+        size_bytes: 40 * SLAB,
+        ..world.config()
+    };
+    let error = FarDisk::create(config).err().expect("8 MiB are lent");
+    assert!(with_causes(&error).contains("server is full"), "{error}");
+    let stats = world.servers[0].stats();
+    assert!(
+        stats.disks.is_empty() && stats.reserved_bytes == 0,
+        "{stats:?}"
+    );
+}
+
+#[test]
+fn a_server_started_anew_gives_errors_and_no_zeros() {
+    let mut world = World::new(&[SLAB]);
+    let disk = world.create();
+    write(&disk, 0, &[7; 4096]);
+    let address = world.servers[0].local_addr();
+    drop(world.servers.remove(0));
+    world.servers.push(serve(&world.pki, address, |_| {}));
+    let error = read(&disk, 0, 4096).expect_err("it is gone");
+    assert!(matches!(error, DiskFault::Lost(_)), "{error:?}");
+    let refused = disk.write(0, &[8; 4096], &Interrupt::never());
+    assert!(matches!(refused, Err(DiskFault::Lost(_))), "{refused:?}");
+    let status = disk.status();
+    assert_eq!((status.state, status.errors), (DiskState::Lost, 2));
+    let later = FarDisk::incoming(world.config());
+    let error = read(&later, 0, 4096).expect_err("there is no such disk");
+    assert!(matches!(error, DiskFault::Unopened(_)), "{error:?}");
+}
+
+/// The open store of a disk, to be meddled with.
+fn store(disk: &FarDisk) -> Arc<Store> {
+    disk.open(&Interrupt::never()).expect("open")
+}
+
+#[test]
+fn a_changed_or_older_block_is_an_error_and_counted() {
+    let world = World::new(&[SLAB]);
+    let disk = world.create();
+    let line_of = |store: &Store| store.extents.get(0).expect("written").place.slab;
+    write(&disk, 0, &[1; 8192]);
+    let store = store(&disk);
+    let slab = line_of(&store);
+    let whole = |offset, length| Extent {
+        slab,
+        offset,
+        length,
+    };
+    let never = Interrupt::never();
+    let line = &store.lines[0];
+    let before = line.read(&[whole(0, SLAB as u32)], &never).expect("read");
+    line.write(&[whole(5, 1)], &[&[9]], &never)
+        .expect("meddled");
+    assert_eq!(read(&disk, 0, 4096), Err(DiskFault::Corrupt { block: 0 }));
+    assert_eq!(read(&disk, 4096, 4096), Ok(vec![1; 4096]));
+    write(&disk, 0, &[2; 4096]);
+    assert_eq!(read(&disk, 0, 4096), Ok(vec![2; 4096]));
+    // All as it once was, tags and all: a server that forgot the last write.
+    line.write(&[whole(0, SLAB as u32)], &[&before], &never)
+        .expect("put back");
+    assert_eq!(read(&disk, 0, 4096), Err(DiskFault::Corrupt { block: 0 }));
+    let status = disk.status();
+    assert_eq!((status.integrity_failures, status.errors), (2, 2));
+    // One block in the place of another.
+    let swap = FarDisk::incoming(world.config());
+    write(&swap, 0, &[3; 8192]);
+    let other = super::tests::store(&swap);
+    let block = other.lines[0]
+        .read(&[whole(0, 4096)], &never)
+        .expect("read");
+    write(&swap, 4096, &[4; 4096]);
+    other.lines[0]
+        .write(&[whole(4096, 4096)], &[&block], &never)
+        .expect("meddled");
+    assert_eq!(
+        read(&swap, 4096, 4096),
+        Err(DiskFault::Corrupt { block: 1 })
+    );
+}
+
+#[test]
+fn a_server_cannot_pass_a_foreign_slab_off_as_the_disks() {
+    let world = World::new(&[SLAB]);
+    let disk = world.create();
+    write(&disk, 0, &[1; 4096]);
+    let store = store(&disk);
+    let slab = store.extents.get(0).expect("written").place.slab;
+    let header = store.layout.header_at(slab);
+    let never = Interrupt::never();
+    store.lines[0]
+        .write(&[header], &[&[3; layout::HEADER]], &never)
+        .expect("meddled");
+    drop(store);
+    disk.end(true);
+    let error = read(&FarDisk::incoming(world.config()), 0, 4096).expect_err("foreign");
+    assert!(error.to_string().contains("not this disk's"), "{error}");
+}
+
+#[test]
+fn the_latest_claim_wins_and_a_resumed_guest_claims_back() {
+    let world = World::new(&[SLAB]);
+    let source = world.create();
+    write(&source, 0, &[1; 4096]);
+    let destination = FarDisk::incoming(world.config());
+    assert_eq!(destination.status().state, DiskState::Parked);
+    assert_eq!(read(&destination, 0, 4096), Ok(vec![1; 4096]));
+    write(&destination, 4096, &[2; 4096]);
+    let refused = source.write(0, &[3; 4096], &Interrupt::never());
+    assert!(matches!(refused, Err(DiskFault::Claimed(_))), "{refused:?}");
+    assert_eq!(source.status().state, DiskState::Claimed);
+    // The migration failed after all.
+    destination.end(true);
+    source.resume();
+    assert_eq!(read(&source, 0, 8192).expect("read")[4096..], [2; 4096]);
+    write(&source, 0, &[3; 4096]);
+    source.end(false);
+    assert!(world.servers[0].stats().disks.is_empty());
+}
+
+#[test]
+fn the_former_claimant_cannot_drop_the_disk() {
+    let world = World::new(&[SLAB]);
+    let source = world.create();
+    write(&source, 0, &[1; 4096]);
+    let destination = FarDisk::incoming(world.config());
+    assert_eq!(read(&destination, 0, 4096), Ok(vec![1; 4096]));
+    source.end(false);
+    write(&destination, 4096, &[2; 4096]);
+    assert_eq!(read(&destination, 0, 4096), Ok(vec![1; 4096]));
+}
+
+#[test]
+fn a_request_to_a_server_out_of_reach_waits_and_can_be_interrupted() {
+    let world = World::new(&[SLAB]);
+    let disk = world.create();
+    write(&disk, 0, &[1; 4096]);
+    world.gates[0].shut(true);
+    let flag = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let asked = scope.spawn(|| {
+            let mut bytes = [0; 4096];
+            disk.read(0, &mut bytes, &Interrupt::by(&flag))
+        });
+        thread::sleep(Duration::from_millis(300));
+        assert!(!asked.is_finished());
+        flag.store(true, Ordering::Release);
+        assert_eq!(asked.join().expect("no panic"), Err(DiskFault::Interrupted));
+    });
+    world.gates[0].shut(false);
+    assert_eq!(read(&disk, 0, 4096), Ok(vec![1; 4096]));
+    assert_eq!(disk.status().errors, 0);
+}
+
+#[test]
+fn a_disk_is_not_claimed_with_other_servers_or_another_size() {
+    let world = World::new(&[SLAB, SLAB]);
+    let disk = world.create();
+    write(&disk, 0, &[1; 4096]);
+    disk.end(true);
+    let unopened = |change: fn(&mut FarDiskConfig)| {
+        let mut config = world.config();
+        change(&mut config);
+        let disk = FarDisk::incoming(config);
+        read(&disk, 0, 4096).expect_err("refused").to_string()
+    };
+    let text = unopened(|config| drop(config.remote.addresses.pop()));
+    assert!(text.contains("other memory servers"), "{text}");
+    let text = unopened(|config| config.size_bytes *= 2);
+    assert!(text.contains("set the size back"), "{text}");
+    let text = unopened(|config| config.key = DiskKey([6; 32]));
+    assert!(text.contains("has no disk"), "{text}");
+    let mut config = world.config();
+    config.remote.addresses.reverse();
+    assert_eq!(
+        read(&FarDisk::incoming(config), 0, 4096),
+        Ok(vec![1; 4096]),
+        "their order does not matter"
+    );
+}
+
+#[test]
+fn nothing_lies_beyond_the_end() {
+    let world = World::new(&[SLAB]);
+    let disk = world.create();
+    for (offset, length) in [(SIZE, 512), (SIZE - 512, 1024), (u64::MAX, 1)] {
+        assert_eq!(read(&disk, offset, length), Err(DiskFault::Beyond));
+        let zeroed = disk.zero(offset, length as u64, &Interrupt::never());
+        assert_eq!(zeroed, Err(DiskFault::Beyond));
+    }
+}
