@@ -6,11 +6,12 @@
 use std::fmt;
 use std::path::Path;
 
+use outram_wire::disk::DiskKey;
 use outram_wire::units::Limit;
 use xot::Node;
 
 use crate::domain_xml::{DomainXml, DomainXmlError};
-use crate::metadata::{self, Addition, MemorySettings, MetadataError};
+use crate::metadata::{self, Addition, DiskSettings, MemorySettings, MetadataError};
 use crate::refusal::{our_disks, socket_path};
 use outram_wire::server::ServerAddress;
 
@@ -58,6 +59,33 @@ pub struct AttachRequest {
     pub limit: Limit,
     /// Its servers; none keeps those already in the settings.
     pub servers: Vec<ServerAddress>,
+    /// Its far-memory disk.
+    pub disk: DiskRequest,
+}
+
+/// What is asked of a domain's far-memory disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DiskRequest {
+    /// As it is.
+    #[default]
+    Keep,
+    /// None.
+    Remove,
+    /// One of this size; this key is taken where there is none yet.
+    Size(u64, DiskKey),
+}
+
+impl DiskRequest {
+    fn applied(self, before: Option<DiskSettings>) -> Option<DiskSettings> {
+        match self {
+            Self::Keep => before,
+            Self::Remove => None,
+            Self::Size(size_bytes, fresh) => Some(DiskSettings {
+                size_bytes,
+                key: before.map_or(fresh, |before| before.key),
+            }),
+        }
+    }
 }
 
 /// Adds memory backing, disk and settings where they are missing, and updates what is there.
@@ -70,6 +98,9 @@ pub fn attach(
     let mut settings = MemorySettings {
         limit: request.limit,
         servers: request.servers.clone(),
+        disk: request
+            .disk
+            .applied(before.as_ref().and_then(|before| before.disk)),
         added: Vec::new(),
     };
     if let Some(before) = &before {
@@ -254,7 +285,12 @@ fn write_settings(
     }
     if before != Some(settings) {
         let sign = if before.is_some() { '~' } else { '+' };
-        changes.push(change(sign, format!("{text} in <metadata>")));
+        // The key is not for the terminal's scroll-back.
+        let shown = match &settings.disk {
+            Some(disk) => text.replace(&disk.key.to_string(), "…"),
+            None => text,
+        };
+        changes.push(change(sign, format!("{shown} in <metadata>")));
     }
     Ok(())
 }

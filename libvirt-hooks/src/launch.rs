@@ -6,7 +6,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -175,10 +175,32 @@ impl Launch {
         if let Some(incoming) = self.incoming {
             option("incoming", incoming.to_string().into());
         }
+        if let Some(disk) = &self.settings.disk {
+            option("disk-size", disk.size_bytes.to_string().into());
+            option("disk-key-file", self.disk_key_file().into());
+        }
         if let Some(config) = &self.config {
             option("config", config.clone().into());
         }
         arguments
+    }
+
+    /// Where the backend finds the key to its disk: arguments and variables of a process or unit are
+    /// for all to see.
+    fn disk_key_file(&self) -> PathBuf {
+        self.run_dir().join("disk-key")
+    }
+
+    fn leave_disk_key(&self) -> Result<(), LaunchError> {
+        let path = self.disk_key_file();
+        remove_if_there(&path)?;
+        let Some(disk) = &self.settings.disk else {
+            return Ok(());
+        };
+        let mut options = OpenOptions::new();
+        let file = options.create_new(true).write(true).mode(0o600).open(&path);
+        file.and_then(|mut file| writeln!(file, "{}", disk.key))
+            .map_err(|source| file_error("write", &path, source))
     }
 
     fn run_dir(&self) -> PathBuf {
@@ -213,6 +235,7 @@ impl Launch {
         for stale in ["vhost.sock", "control.sock", ERROR_FILE, LOG_FILE] {
             remove_if_there(&run_dir.join(stale))?;
         }
+        self.leave_disk_key()?;
         let name = name_file(&self.run, self.vm);
         fs::write(&name, &self.name).map_err(|source| file_error("write", &name, source))
     }
@@ -440,6 +463,7 @@ mod tests {
             settings: MemorySettings {
                 limit: Limit::LocalRatio(LocalRatio::new(0.5).expect("a ratio")),
                 servers: Vec::new(),
+                disk: None,
                 added: Vec::new(),
             },
             socket_user: SocketUser {

@@ -3,6 +3,7 @@
 //! ```xml
 //! <outram:memory xmlns:outram="https://outram.dev/xmlns/domain/1" local-ratio="0.5">
 //!   <outram:server address="10.0.0.2:7741"/>
+//!   <outram:disk size="8GiB" key="…"/>
 //! </outram:memory>
 //! ```
 //!
@@ -12,7 +13,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, UnitError, parse_size};
+use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
+use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, UnitError, format_size, parse_size};
 use xot::Node;
 
 use crate::domain_xml::{DomainXml, DomainXmlError};
@@ -79,8 +81,20 @@ pub struct MemorySettings {
     pub limit: Limit,
     /// The memory servers in order; none means those of the host's settings.
     pub servers: Vec<ServerAddress>,
+    /// The far-memory disk; without one the guest sees a small disk that holds nothing.
+    pub disk: Option<DiskSettings>,
     /// What attach added; empty for settings written by hand.
     pub added: Vec<Addition>,
+}
+
+/// A far-memory disk. Its key goes wherever the domain's definition does: to the host that it is
+/// moved to, and into saved images.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskSettings {
+    /// Bytes that the guest sees.
+    pub size_bytes: u64,
+    /// The key to its contents.
+    pub key: DiskKey,
 }
 
 /// Why a domain's settings were not understood.
@@ -157,6 +171,23 @@ pub enum MetadataError {
     /// A server named twice.
     #[error("<outram:server address='{0}'/> appears twice: name each server once")]
     SameServer(ServerAddress),
+    /// More than one disk.
+    #[error("<outram:memory> has more than one <outram:disk>: a guest can have one")]
+    Disks,
+    /// A disk without its size.
+    #[error("<outram:disk> has no size: write <outram:disk size='8GiB' key='…'/>")]
+    NoDiskSize,
+    /// A size that no disk can have.
+    #[error(
+        "attribute 'size' of <outram:disk>: '{0}' is not possible: expected a multiple of 4096 bytes from {min} to {max}, such as 8GiB",
+        min = format_size(MIN_DISK_BYTES), max = format_size(MAX_DISK_BYTES)
+    )]
+    DiskSize(String),
+    /// A disk without a key, or with one that is none.
+    #[error(
+        "attribute 'key' of <outram:disk> must be 64 hexadecimal digits that nobody can guess: 'outram attach --disk-size' writes them, 'openssl rand -hex 32' does too"
+    )]
+    DiskKey,
     /// An unknown word in `added`.
     #[error(
         "'{0}' in attribute 'added' of <outram:memory> is not known: 'outram attach' writes this attribute; leave it as it was, or remove it"
@@ -222,7 +253,14 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
         }
     }
     let mut servers = Vec::new();
+    let mut disk = None;
     for child in domain.elements(element) {
+        if domain.namespace(child) == NAMESPACE && domain.local_name(child) == "disk" {
+            if disk.replace(read_disk(domain, child)?).is_some() {
+                return Err(MetadataError::Disks);
+            }
+            continue;
+        }
         let server = read_server(domain, child)?;
         if servers.contains(&server) {
             return Err(MetadataError::SameServer(server));
@@ -232,7 +270,36 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
     Ok(MemorySettings {
         limit: read_limit(ratio, local)?,
         servers,
+        disk,
         added,
+    })
+}
+
+fn read_disk(domain: &DomainXml, element: Node) -> Result<DiskSettings, MetadataError> {
+    expect_no_text(domain, element, "disk")?;
+    if let Some(child) = domain.elements(element).first() {
+        return Err(MetadataError::Foreign(domain.local_name(*child).to_owned()));
+    }
+    let (mut size, mut key) = (None, None);
+    for (namespace, name, value) in domain.attributes(element) {
+        match (namespace.as_str(), name.as_str()) {
+            ("", "size") => size = Some(value),
+            ("", "key") => key = Some(value),
+            _ => {
+                return Err(MetadataError::Attribute {
+                    element: "disk",
+                    found: name,
+                    expected: "'size' and 'key'",
+                });
+            }
+        }
+    }
+    let size = size.ok_or(MetadataError::NoDiskSize)?;
+    let size_bytes = parse_size(&size).ok().filter(|bytes| is_disk_size(*bytes));
+    let key = key.and_then(|key| key.parse().ok());
+    Ok(DiskSettings {
+        size_bytes: size_bytes.ok_or(MetadataError::DiskSize(size))?,
+        key: key.ok_or(MetadataError::DiskKey)?,
     })
 }
 
@@ -346,6 +413,18 @@ fn serialise(settings: &MemorySettings, namespace: &str) -> Result<String, Domai
         let server = xot.new_element(server_name);
         xot.set_attribute(server, address_name, address.to_string());
         xot.append(memory, server)?;
+    }
+    if let Some(settings) = &settings.disk {
+        let name = xot.add_name_ns("disk", id);
+        let disk = xot.new_element(name);
+        for (attribute, value) in [
+            ("size", exact_size(settings.size_bytes)),
+            ("key", settings.key.to_string()),
+        ] {
+            let attribute = xot.add_name(attribute);
+            xot.set_attribute(disk, attribute, value);
+        }
+        xot.append(memory, disk)?;
     }
     Ok(xot.to_string(memory)?)
 }

@@ -34,6 +34,7 @@ fn request(ratio: f64, servers: &[&str]) -> AttachRequest {
             .iter()
             .map(|server| server.parse().expect("an address"))
             .collect(),
+        disk: Default::default(),
     }
 }
 

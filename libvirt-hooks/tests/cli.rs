@@ -12,7 +12,8 @@ use outram_libvirt::cli::top::screen::{Terms, draw};
 use outram_libvirt::cli::top::table::{Column, Sorting, plain, totals};
 use outram_libvirt::cli::top::view::{View, Wish};
 use outram_libvirt::cli::top::watcher::Line;
-use outram_wire::control::{Counters, Latency, Phase, ServerStatus, Status};
+use outram_wire::control::{Counters, DiskState, DiskStatus, Latency, Phase, ServerStatus, Status};
+use outram_wire::server::DiskId;
 use outram_wire::units::{Limit, LocalRatio, VmId};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -141,6 +142,21 @@ fn busy() -> Status {
             reserved_bytes: 64 << 20,
             stored_bytes: 30 << 20,
         }],
+        disk: Some(DiskStatus {
+            id: DiskId(vm().0),
+            size_bytes: 8 << 30,
+            state: DiskState::Open,
+            detail: None,
+            stored_bytes: 300 << 20,
+            leased_slabs: 5,
+            reads: 100,
+            writes: 200,
+            discards: 3,
+            errors: 0,
+            integrity_failures: 0,
+            sent_bytes: 400 << 20,
+            received_bytes: 100 << 20,
+        }),
         ..support::status(
             "web1",
             vm(),

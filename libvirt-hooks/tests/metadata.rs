@@ -1,7 +1,10 @@
 //! The settings element: what is read, what is written, and what each mistake is told.
 
 use outram_libvirt::domain_xml::DomainXml;
-use outram_libvirt::metadata::{Addition, MemorySettings, read, to_plain_text, to_text};
+use outram_libvirt::metadata::{
+    Addition, DiskSettings, MemorySettings, read, to_plain_text, to_text,
+};
+use outram_wire::disk::DiskKey;
 use outram_wire::units::{Limit, LocalRatio};
 
 const NS: &str = "xmlns:o='https://outram.dev/xmlns/domain/1'";
@@ -17,6 +20,7 @@ fn settings() -> MemorySettings {
     MemorySettings {
         limit: Limit::LocalBytes(512 << 20),
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
+        disk: None,
         added: vec![Addition::Source, Addition::PciController(7)],
     }
 }
@@ -50,6 +54,62 @@ fn settings_are_read_as_written() {
         };
         let text = to_text(&settings).expect("text");
         assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
+    }
+}
+
+#[test]
+fn a_disk_is_read_as_written() {
+    let settings = MemorySettings {
+        disk: Some(DiskSettings {
+            size_bytes: 8 << 30,
+            key: DiskKey([0x5a; 32]),
+        }),
+        ..settings()
+    };
+    let text = to_text(&settings).expect("text");
+    let disk = format!("<outram:disk size=\"8GiB\" key=\"{}\"/>", "5a".repeat(32));
+    assert!(text.contains(&disk), "{text}");
+    assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
+}
+
+#[test]
+fn a_disk_that_cannot_be_is_named() {
+    let key = "5a".repeat(32);
+    for (disk, expected) in [
+        (format!("<o:disk key='{key}'/>"), "has no size"),
+        (
+            format!("<o:disk size='8GB' key='{key}'/>"),
+            "'8GB' is not possible",
+        ),
+        (
+            format!("<o:disk size='1000000' key='{key}'/>"),
+            "multiple of 4096",
+        ),
+        (
+            format!("<o:disk size='4KiB' key='{key}'/>"),
+            "from 1 MiB to",
+        ),
+        ("<o:disk size='8GiB'/>".to_owned(), "openssl rand -hex 32"),
+        (
+            "<o:disk size='8GiB' key='5a'/>".to_owned(),
+            "64 hexadecimal digits",
+        ),
+        (
+            format!("<o:disk size='8GiB' key='{key}' bus='x'/>"),
+            "'bus'",
+        ),
+        (
+            format!("<o:disk size='8GiB' key='{key}'/>").repeat(2),
+            "more than one <outram:disk>",
+        ),
+    ] {
+        let metadata = format!("<o:memory {NS} local-ratio='0.5'>{disk}</o:memory>");
+        let error = read(&domain(&metadata)).expect_err("refused").to_string();
+        assert!(error.contains(expected), "{disk}: {error}");
+        assert!(
+            !error.contains(&key),
+            "the key stays out of messages: {error}"
+        );
     }
 }
 

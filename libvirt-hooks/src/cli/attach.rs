@@ -5,11 +5,12 @@ use std::io;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use outram_wire::units::{Limit, format_size};
+use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
+use outram_wire::units::{Limit, format_size, parse_size};
 
 use super::completion::domain_names;
 use super::{LimitArguments, parse_server};
-use crate::attachment::{self, AttachRequest, Change};
+use crate::attachment::{self, AttachRequest, Change, DiskRequest};
 use crate::backend_control::{BackendControl, ControlError};
 use crate::domain_xml::DomainXml;
 use crate::host::{HostSettings, Paths};
@@ -68,9 +69,38 @@ pub struct AttachArguments {
     /// Without it the domain keeps the servers it has, or uses those of /etc/outram/backend.toml.
     #[arg(long, value_name = "HOST[:PORT]", value_parser = parse_server)]
     server: Vec<ServerAddress>,
+    /// Give the guest a disk of this size in far memory, such as 8GiB: for swap or scratch files;
+    /// 'none' takes it away
+    ///
+    /// It is thin, and volatile: emptied when the guest is shut down, kept when it is saved or
+    /// migrated. Without this, the domain keeps the disk it has.
+    #[arg(long, value_name = "SIZE", value_parser = parse_disk_size)]
+    disk_size: Option<DiskSize>,
     /// Show what would change, and change nothing
     #[arg(long)]
     dry_run: bool,
+}
+
+/// A disk's size as it is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DiskSize {
+    None,
+    Bytes(u64),
+}
+
+fn parse_disk_size(text: &str) -> Result<DiskSize, String> {
+    if text == "none" {
+        return Ok(DiskSize::None);
+    }
+    match parse_size(text) {
+        Ok(bytes) if is_disk_size(bytes) => Ok(DiskSize::Bytes(bytes)),
+        Ok(_) => Err(format!(
+            "expected a multiple of 4096 bytes from {} to {}, or 'none'",
+            format_size(MIN_DISK_BYTES),
+            format_size(MAX_DISK_BYTES)
+        )),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// The arguments of `outram detach`.
@@ -97,6 +127,14 @@ impl AttachArguments {
         let request = AttachRequest {
             limit: self.limit.limit(),
             servers: self.server.clone(),
+            disk: match self.disk_size {
+                None => DiskRequest::Keep,
+                Some(DiskSize::None) => DiskRequest::Remove,
+                Some(DiskSize::Bytes(bytes)) => {
+                    let key = DiskKey::random().map_err(io::Error::other);
+                    DiskRequest::Size(bytes, key.context("drawing a key for the disk")?)
+                }
+            },
         };
         let changes = attachment::attach(&mut edited, &paths.run, &request)?;
         check_result(&edited, &name, paths)?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
-use outram_wire::control::{ServerStatus, Status};
+use outram_wire::control::{DiskState, DiskStatus, ServerStatus, Status};
 use outram_wire::units::format_size;
 use serde::Serialize;
 
@@ -192,6 +192,9 @@ pub fn details(report: &Report) -> String {
         for server in &status.servers {
             lines.add("server", &server_in_words(server));
         }
+        if let Some(disk) = &status.disk {
+            add_disk(&mut lines, disk);
+        }
     }
     lines.0
 }
@@ -202,8 +205,15 @@ struct Lines(String);
 
 impl Lines {
     fn add(&mut self, name: &str, value: &str) {
-        self.0
-            .push_str(&format!("{:<16}{value}\n", format!("{name}:")));
+        self.0.push_str(&format!("{:<16}{value}\n", label(name)));
+    }
+}
+
+/// A value's name; a value without one goes on from the line above.
+fn label(name: &str) -> String {
+    match name {
+        "" => String::new(),
+        name => format!("{name}:"),
     }
 }
 
@@ -317,6 +327,35 @@ fn add_counters(lines: &mut Lines, status: &Status) {
             ),
         );
     }
+}
+
+fn add_disk(lines: &mut Lines, disk: &DiskStatus) {
+    let state = match disk.state {
+        DiskState::Parked => "kept by its servers, not in use yet".to_owned(),
+        DiskState::Open => format!(
+            "{} stored in {} slabs",
+            format_size(disk.stored_bytes),
+            disk.leased_slabs
+        ),
+        DiskState::Claimed => "in use elsewhere".to_owned(),
+        DiskState::Lost => "LOST, requests end in I/O errors".to_owned(),
+    };
+    let size = format_size(disk.size_bytes);
+    lines.add("far disk", &format!("{size}, {state}"));
+    lines.add(
+        "",
+        "volatile: emptied by shutdown, kept by save and migration",
+    );
+    if let Some(detail) = &disk.detail {
+        lines.add("", detail);
+    }
+    lines.add(
+        "  requests",
+        &format!(
+            "{} reads, {} writes, {} discards; {} failed, {} blocks came back changed",
+            disk.reads, disk.writes, disk.discards, disk.errors, disk.integrity_failures
+        ),
+    );
 }
 
 fn server_in_words(server: &ServerStatus) -> String {

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::incoming::Incoming;
 use outram_wire::tls::TlsFiles;
-use outram_wire::units::{Limit, LocalRatio, UnitError, VmId, parse_size};
+use outram_wire::units::{Limit, LocalRatio, UnitError, VmId, format_size, parse_size};
 use serde::Deserialize;
 
 use crate::remote::{AddressError, ServerAddress};
@@ -57,6 +58,14 @@ pub struct Flags {
     /// The guest's memory arrives from elsewhere: 'restore' of a saved image, or 'migration'
     #[arg(long, value_name = "WAY")]
     pub incoming: Option<Incoming>,
+
+    /// Give the guest a far-memory disk of this size, such as 8GiB, instead of a small read-only one
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "disk_key_file")]
+    pub disk_size: Option<u64>,
+
+    /// File with the key to the far-memory disk: 64 hexadecimal digits; removed once it is read
+    #[arg(long, value_name = "FILE", requires = "disk_size")]
+    pub disk_key_file: Option<PathBuf>,
 
     /// Settings of this host's backends; must exist if given
     #[arg(long, value_name = "FILE", help = format!("Settings of this host's backends; must exist if given [default: {DEFAULT_CONFIG}, if it exists]"))]
@@ -151,6 +160,24 @@ pub enum ConfigError {
     /// No limit.
     #[error("neither --local-ratio nor --local is given: name what the guest may cost its host")]
     NoLimit,
+    /// A disk that cannot be.
+    #[error(
+        "--disk-size of {0} bytes: expected a multiple of 4096 from {min} to {max}",
+        min = format_size(MIN_DISK_BYTES), max = format_size(MAX_DISK_BYTES)
+    )]
+    DiskSize(u64),
+    /// The disk's key file cannot be read.
+    #[error("cannot read the disk's key {}", path.display())]
+    DiskKeyFile {
+        /// Which.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The disk's key is none.
+    #[error("the disk's key is not understood")]
+    DiskKey(#[from] outram_wire::server::SecretError),
     /// RAM that is no whole number of pages.
     #[error("{0} bytes of RAM: expected a multiple of 4096 above 0")]
     Ram(u64),
@@ -162,6 +189,15 @@ const MAX_SHARDS: u32 = 64;
 /// Faults of a guest reach the wait-queue lock of one userfaultfd each; two show that sharding
 /// works on the smallest host and cost little.
 const DEFAULT_SHARDS: u32 = 2;
+
+/// A guest's far-memory disk.
+#[derive(Clone, Debug)]
+pub struct DiskSettings {
+    /// Bytes.
+    pub size_bytes: u64,
+    /// The key in the domain's metadata.
+    pub key: DiskKey,
+}
 
 /// Everything a backend is told.
 #[derive(Clone, Debug)]
@@ -180,6 +216,8 @@ pub struct Config {
     pub socket_user: Option<String>,
     /// Where its memory arrives from, unless this is an ordinary start.
     pub incoming: Option<Incoming>,
+    /// Its far-memory disk, if it has one.
+    pub disk: Option<DiskSettings>,
     /// This guest's directory.
     pub dir: PathBuf,
     /// Where metrics are served.
@@ -244,6 +282,7 @@ impl Config {
             servers,
             socket_user: flags.socket_user,
             incoming: flags.incoming,
+            disk: disk(flags.disk_size, flags.disk_key_file)?,
             dir: run_dir.join(flags.uuid.to_string()),
             metrics: flags.metrics.or(file.metrics),
             shards,
@@ -261,6 +300,27 @@ impl Config {
             allow_sysctl: file.allow_sysctl,
         })
     }
+}
+
+/// The far-memory disk's settings. The key's file is nobody's business any more once it is read.
+fn disk(
+    size_bytes: Option<u64>,
+    key_file: Option<PathBuf>,
+) -> Result<Option<DiskSettings>, ConfigError> {
+    let (Some(size_bytes), Some(path)) = (size_bytes, key_file) else {
+        return Ok(None);
+    };
+    if !is_disk_size(size_bytes) {
+        return Err(ConfigError::DiskSize(size_bytes));
+    }
+    let unread = |source| ConfigError::DiskKeyFile {
+        path: path.clone(),
+        source,
+    };
+    let text = std::fs::read_to_string(&path).map_err(unread)?;
+    let key = text.trim().parse()?;
+    std::fs::remove_file(&path).map_err(unread)?;
+    Ok(Some(DiskSettings { size_bytes, key }))
 }
 
 fn read(path: &Path) -> Result<File, ConfigError> {

@@ -195,7 +195,11 @@ impl GuestDoor {
             .take_prepared()
             .context("the guest was taken over before")?;
         let pager = Arc::new(prepared.start(vmm.pid, blocks, handed_over.uffds)?);
-        let device = Device::new(DeviceConfig::new(config.vm), Arc::clone(&pager) as _)?;
+        let device = DeviceConfig {
+            far_disk: self.daemon.disk.clone(),
+            ..DeviceConfig::new(config.vm)
+        };
+        let device = Device::new(device, Arc::clone(&pager) as _)?;
         Ok(Some(Guest {
             vmm,
             way: handed_over.way,

@@ -333,6 +333,57 @@ impl Snapshot {
         )
     }
 
+    fn encode_disk(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Some(disk) = &self.status.disk else {
+            return Ok(());
+        };
+        family(
+            encoder,
+            (
+                "far_disk",
+                "The far-memory disk: what the guest sees, and what of it is written",
+                Some(&Unit::Bytes),
+            ),
+            MetricType::Gauge,
+            "of",
+            &[("size", disk.size_bytes), ("stored", disk.stored_bytes)],
+        )?;
+        family(
+            encoder,
+            (
+                "far_disk_requests",
+                "Requests of the guest to its far-memory disk",
+                None,
+            ),
+            MetricType::Counter,
+            "outcome",
+            &[
+                ("read", disk.reads),
+                ("write", disk.writes),
+                ("discard", disk.discards),
+                ("error", disk.errors),
+            ],
+        )?;
+        family(
+            encoder,
+            (
+                "far_disk_wire",
+                "Bytes on the wire for the far-memory disk",
+                Some(&Unit::Bytes),
+            ),
+            MetricType::Counter,
+            "direction",
+            &[("received", disk.received_bytes), ("sent", disk.sent_bytes)],
+        )?;
+        let failures = ConstCounter::new(disk.integrity_failures);
+        failures.encode(encoder.encode_descriptor(
+            "far_disk_integrity_failures",
+            "Blocks of the far-memory disk that came back changed",
+            None,
+            MetricType::Counter,
+        )?)
+    }
+
     fn encode_latency(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let help = "From reading a fault to waking the guest, by how it was answered";
         let mut metric = encoder.encode_descriptor(
@@ -362,13 +413,14 @@ impl Collector for Snapshot {
         self.encode_plain(&mut encoder)?;
         self.encode_wait(&mut encoder)?;
         self.encode_servers(&mut encoder)?;
+        self.encode_disk(&mut encoder)?;
         self.encode_latency(&mut encoder)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use outram_wire::control::{Counters, ServerStatus};
+    use outram_wire::control::{Counters, DiskState, DiskStatus, ServerStatus};
     use outram_wire::units::{Limit, VmId};
 
     use super::*;
@@ -413,7 +465,21 @@ mod tests {
             },
             latency: Default::default(),
             servers: vec![server],
-            disk: None,
+            disk: Some(DiskStatus {
+                id: Default::default(),
+                size_bytes: 8 << 30,
+                state: DiskState::Open,
+                detail: None,
+                stored_bytes: 4096,
+                leased_slabs: 1,
+                reads: 1,
+                writes: 2,
+                discards: 3,
+                errors: 4,
+                integrity_failures: 5,
+                sent_bytes: 6,
+                received_bytes: 7,
+            }),
         }
     }
 
@@ -456,6 +522,10 @@ mod tests {
                 "outram_server_connected gauge",
                 "outram_server_stored_bytes gauge",
                 "outram_server_slabs gauge",
+                "outram_far_disk_bytes gauge",
+                "outram_far_disk_requests counter",
+                "outram_far_disk_wire_bytes counter",
+                "outram_far_disk_integrity_failures counter",
                 "outram_fault_latency_seconds histogram",
             ]
         );
@@ -463,6 +533,8 @@ mod tests {
             "outram_faults_total{outcome=\"remote\"} 7",
             "outram_fault_wait_seconds_total 1.5",
             "outram_server_connected{server=\"mem1:7741\"} 1.0",
+            "outram_far_disk_bytes{of=\"stored\"} 4096",
+            "outram_far_disk_requests_total{outcome=\"error\"} 4",
             "outram_fault_latency_seconds_bucket{le=\"0.00005\",outcome=\"remote\"} 1",
             "outram_fault_latency_seconds_count{outcome=\"remote\"} 1",
         ] {

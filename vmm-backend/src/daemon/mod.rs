@@ -27,6 +27,7 @@ use outram_wire::incoming::Incoming;
 pub use config::{Config, ConfigError, Flags};
 
 use crate::engine::table::State;
+use crate::far_disk::{self, FarDisk, FarDiskConfig};
 use crate::pager::{PagerConfig, PreparedPager};
 use crate::remote::{RemoteConfig, Timing};
 use guest::GuestDoor;
@@ -86,9 +87,16 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
         state_dir: dir.state(),
     };
     let prepared = PreparedPager::new(pager, &remote)?;
+    let disk = match open_disk(&config, &remote) {
+        Ok(disk) => disk,
+        Err(error) => {
+            prepared.close();
+            return Err(error.into());
+        }
+    };
     let door = dir.listen_vhost(config.socket_user.as_deref())?;
     let control = dir.listen_control()?;
-    let daemon = Arc::new(Daemon::new(config, prepared));
+    let daemon = Arc::new(Daemon::new(config, prepared, disk));
     let stop = Arc::clone(&daemon.asked_to_stop);
     for signal in [SIGTERM, SIGINT, SIGHUP] {
         signal_hook::flag::register(signal, Arc::clone(&stop))
@@ -102,6 +110,31 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
     control::serve(control, &daemon)?;
     tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
     watch(&daemon, dir)
+}
+
+/// The guest's far-memory disk, if it is to have one: a new one, or the one that it had before it
+/// was saved or moved, which is claimed once the guest uses it here.
+fn open_disk(
+    config: &Config,
+    remote: &RemoteConfig,
+) -> Result<Option<Arc<FarDisk>>, far_disk::DiskError> {
+    let Some(settings) = &config.disk else {
+        return Ok(None);
+    };
+    let far = FarDiskConfig {
+        vm: config.vm,
+        size_bytes: settings.size_bytes,
+        key: settings.key,
+        remote: RemoteConfig {
+            data_connections: far_disk::DATA_CONNECTIONS,
+            ..remote.clone()
+        },
+    };
+    let disk = match config.incoming {
+        Some(_) => FarDisk::incoming(far),
+        None => FarDisk::create(far)?,
+    };
+    Ok(Some(Arc::new(disk)))
 }
 
 /// Watches over the guest until it has ended, or will not come.

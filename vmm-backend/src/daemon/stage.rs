@@ -8,11 +8,15 @@ use outram_wire::control::{Counters, Phase, ServerStatus, Status};
 use super::config::Config;
 use super::guest::Guest;
 use super::lost_pages;
+use crate::far_disk::FarDisk;
 use crate::pager::{HEADROOM_BYTES, MemoryReport, PreparedPager};
 
 /// Anonymous memory of a backend that is not counted against its guest's limit: code's data,
 /// stacks, connection buffers, and the eviction queue of a guest with up to 64 GiB resident.
 pub(super) const FIXED_ANON_BYTES: u64 = 64 << 20;
+
+/// Anonymous memory of a far-memory disk beside its table: buffers of its requests and connections.
+const DISK_ANON_BYTES: u64 = 32 << 20;
 
 /// How far the guest's life has come.
 #[derive(Clone)]
@@ -33,15 +37,17 @@ pub(super) struct Daemon {
     pub(super) asked_to_stop: Arc<AtomicBool>,
     stage: Mutex<Stage>,
     prepared: Mutex<Option<PreparedPager>>,
+    pub(super) disk: Option<Arc<FarDisk>>,
 }
 
 impl Daemon {
-    pub(super) fn new(config: Config, prepared: PreparedPager) -> Self {
+    pub(super) fn new(config: Config, prepared: PreparedPager, disk: Option<Arc<FarDisk>>) -> Self {
         Self {
             config,
             asked_to_stop: Arc::default(),
             stage: Mutex::new(Stage::Waiting),
             prepared: Mutex::new(Some(prepared)),
+            disk,
         }
     }
 
@@ -75,12 +81,31 @@ impl Daemon {
         if let Some(prepared) = self.take_prepared() {
             prepared.close();
         }
+        // A new one was used by nobody; one that was to come in is still where it was.
+        self.end_disk(false);
+    }
+
+    fn end_disk(&self, keep: bool) {
+        if let Some(disk) = &self.disk {
+            disk.end(keep);
+        }
     }
 
     /// The guest's process is gone: everything is given back.
     pub(super) fn end(&self, guest: &Guest) {
         self.set_stage(Stage::Ending);
         guest.pager.end();
+        // A guest that used its disk to the last was neither saved nor moved. One whose disk was
+        // stopped first may have been: the next start knows, and drops what it does not need.
+        self.end_disk(!guest.device.is_driven());
+    }
+
+    /// Anonymous memory that a far-memory disk adds at most.
+    fn disk_anon_bytes(&self) -> u64 {
+        let disk = self.disk.as_ref();
+        disk.map_or(0, |disk| {
+            DISK_ANON_BYTES + FarDisk::table_bytes(disk.size_bytes())
+        })
     }
 
     /// Everything known.
@@ -126,7 +151,7 @@ impl Daemon {
             kernel_staging_bytes: memory.kernel_staging,
             kernel_table_bytes: memory.kernel_table,
             kernel_anon_bytes: anonymous_bytes(),
-            fixed_anon_bytes: FIXED_ANON_BYTES,
+            fixed_anon_bytes: FIXED_ANON_BYTES + self.disk_anon_bytes(),
             headroom_bytes: HEADROOM_BYTES,
             counters: guest
                 .map(|guest| guest.counters())
@@ -135,7 +160,7 @@ impl Daemon {
                 .map(|guest| guest.pager.latencies())
                 .unwrap_or_default(),
             servers,
-            disk: None,
+            disk: self.disk.as_ref().map(|disk| disk.status()),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! The vhost-user-blk device: the channel by which libvirt attaches a backend to its guest.
 //!
-//! By default a read-only disk of 1 MiB whose first sector says what it is. The device is a
+//! By default a read-only disk of 1 MiB whose first sector says what it is; on demand a far-memory
+//! disk ([`crate::far_disk`]), whose requests wait for the network and may be interrupted by a stop
+//! of their queue: they are then left in the ring, and made again. The device is a
 //! guest's (hostile) input: whatever a driver writes into its rings is an error of that request,
 //! or breaks that queue, never a panic and never an access to memory that is not pinned.
 //!
@@ -33,29 +35,28 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use dirty_log::DirtyLog;
-use disk::{Disk, SECTOR_BYTES};
+use disk::Disk;
 use guard::Guard;
 use server::Connection;
 use table::Table;
 use tally::Tally;
 use worker::Shared;
 
-pub use memory::{GuestMemory, HostRange, PinError, Pinned, TableRegion};
+use crate::far_disk::FarDisk;
 
-/// Smallest and default capacity of the disk, in bytes.
-pub const DEFAULT_CAPACITY_BYTES: u64 = 1 << 20;
+pub use memory::{GuestMemory, HostRange, PinError, Pinned, TableRegion};
 
 /// Most queues a device can have: what one ring-mapping table serves, and more than QEMU asks for
 /// guests of this size.
 pub const MAX_QUEUES: u16 = 256;
 
 /// What the device is.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct DeviceConfig {
     /// The guest: its first eight digits are the disk's serial.
     pub vm: VmId,
-    /// Capacity in bytes: a multiple of 512, at least 512.
-    pub capacity_bytes: u64,
+    /// What the disk holds: without one it is small, read-only and says what it is.
+    pub far_disk: Option<Arc<FarDisk>>,
     /// Most queues a front end may use. QEMU takes one a vCPU unless told otherwise.
     pub max_queues: u16,
 }
@@ -65,7 +66,7 @@ impl DeviceConfig {
     pub fn new(vm: VmId) -> Self {
         Self {
             vm,
-            capacity_bytes: DEFAULT_CAPACITY_BYTES,
+            far_disk: None,
             max_queues: MAX_QUEUES,
         }
     }
@@ -121,13 +122,6 @@ pub struct Device {
 impl Device {
     /// A device whose accesses to guest RAM go through `memory`.
     pub fn new(config: DeviceConfig, memory: Arc<dyn GuestMemory>) -> Result<Self, DeviceError> {
-        let capacity = config.capacity_bytes;
-        if capacity == 0 || !capacity.is_multiple_of(SECTOR_BYTES) {
-            let text = format!(
-                "a disk of {capacity} bytes cannot be made: expected a multiple of {SECTOR_BYTES}"
-            );
-            return Err(DeviceError::Config(text));
-        }
         if config.max_queues == 0 || config.max_queues > MAX_QUEUES {
             let text = format!(
                 "{} disk queues were asked for: expected 1 to {MAX_QUEUES}",
@@ -139,11 +133,12 @@ impl Device {
             max_queues: config.max_queues,
             guard: Guard::new().map_err(DeviceError::Guard)?,
             shared: Arc::new(Shared {
-                disk: Disk::new(config.vm, capacity),
+                disk: Disk::new(config.vm, config.far_disk),
                 memory,
                 tally: Tally::default(),
                 log: DirtyLog::default(),
                 table: RwLock::new(Arc::new(Table::default())),
+                driven: AtomicBool::new(false),
             }),
         })
     }
@@ -174,6 +169,12 @@ impl Device {
         };
         connection.close();
         result
+    }
+
+    /// Whether the guest was using the disk when the front end was last heard of: not so once the
+    /// front end has stopped every queue, as it does for a save and at the end of a migration.
+    pub fn is_driven(&self) -> bool {
+        self.shared.driven.load(Ordering::Acquire)
     }
 
     /// Counters over all connections.

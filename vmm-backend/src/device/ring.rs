@@ -132,6 +132,12 @@ impl Ring {
         self.queue.next_avail()
     }
 
+    /// Puts the chain taken last back, to be taken again.
+    pub(super) fn give_back(&mut self) {
+        self.queue
+            .set_next_avail(self.queue.next_avail().wrapping_sub(1));
+    }
+
     /// Takes the next chain, if there is one.
     pub(super) fn next(&mut self) -> Result<Option<(u16, Chain)>, RingError> {
         let head = self

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vhost::vhost_user::message::{
@@ -15,16 +16,17 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandler};
 use virtio_bindings::bindings::virtio_blk::{
-    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO,
-    VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX,
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ,
+    VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_TOPOLOGY,
+    VIRTIO_BLK_F_WRITE_ZEROES,
 };
 use virtio_bindings::bindings::virtio_config::{VIRTIO_F_ANY_LAYOUT, VIRTIO_F_VERSION_1};
 use virtio_bindings::bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 
-use super::disk::SECTOR_BYTES;
+use super::disk::{BLOCK_SECTORS, Disk, SECTOR_BYTES};
 use super::guard::Guard;
 use super::memory::TableRegion;
-use super::request::MAX_REQUEST_BYTES;
+use super::request::{MAX_CLEARED_SECTORS, MAX_CLEARED_SEGMENTS, MAX_REQUEST_BYTES};
 use super::ring::{Ring, RingAddresses};
 use super::table::{MappedRegion, Table};
 use super::worker::{Shared, Signals, Worker};
@@ -76,13 +78,20 @@ fn feature(bit: u32) -> u64 {
     1 << bit
 }
 
-/// What the device offers.
-fn offered_features() -> u64 {
-    feature(VIRTIO_F_VERSION_1)
+/// What a device with this disk offers.
+fn offered_features(disk: &Disk) -> u64 {
+    let kind = match disk.is_writable() {
+        true => {
+            feature(VIRTIO_BLK_F_DISCARD)
+                | feature(VIRTIO_BLK_F_WRITE_ZEROES)
+                | feature(VIRTIO_BLK_F_TOPOLOGY)
+        }
+        false => feature(VIRTIO_BLK_F_RO),
+    };
+    kind | feature(VIRTIO_F_VERSION_1)
         // Older drivers acknowledge it unasked; requests are read however they are cut.
         | feature(VIRTIO_F_ANY_LAYOUT)
         | feature(VIRTIO_RING_F_EVENT_IDX)
-        | feature(VIRTIO_BLK_F_RO)
         | feature(VIRTIO_BLK_F_MQ)
         | feature(VIRTIO_BLK_F_FLUSH)
         | feature(VIRTIO_BLK_F_BLK_SIZE)
@@ -163,6 +172,7 @@ impl Connection {
         let event_idx = features & feature(VIRTIO_RING_F_EVENT_IDX) != 0;
         ring.start_at(queue.base, event_idx).map_err(refuse)?;
         let shared = Arc::clone(&self.shared);
+        self.shared.driven.store(true, Ordering::Release);
         let worker = Worker::start(index as usize, ring, &queue.signals, shared).map_err(refuse)?;
         queue.worker = Some(worker);
         Ok(())
@@ -228,6 +238,19 @@ impl Connection {
         put(12, &MAX_SEGMENTS.to_le_bytes());
         put(20, &(SECTOR_BYTES as u32).to_le_bytes());
         put(34, &self.max_queues.to_le_bytes());
+        if self.shared.disk.is_writable() {
+            // Any sector may be read and written; whole blocks are what costs least.
+            put(24, &[BLOCK_SECTORS.trailing_zeros() as u8, 0]);
+            put(26, &(BLOCK_SECTORS as u16).to_le_bytes());
+            // Discards: sectors, segments, alignment; then sectors and segments to be zeroed, which
+            // gives their room back as well.
+            put(36, &MAX_CLEARED_SECTORS.to_le_bytes());
+            put(40, &MAX_CLEARED_SEGMENTS.to_le_bytes());
+            put(44, &(BLOCK_SECTORS as u32).to_le_bytes());
+            put(48, &MAX_CLEARED_SECTORS.to_le_bytes());
+            put(52, &MAX_CLEARED_SEGMENTS.to_le_bytes());
+            put(56, &[1]);
+        }
         bytes
     }
 }
@@ -270,11 +293,11 @@ impl VhostUserBackendReqHandler for Connection {
     }
 
     fn get_features(&self) -> Result<u64> {
-        Ok(offered_features())
+        Ok(offered_features(&self.shared.disk))
     }
 
     fn set_features(&self, features: u64) -> Result<()> {
-        let unknown = features & !offered_features();
+        let unknown = features & !offered_features(&self.shared.disk);
         if unknown != 0 {
             return Err(refuse(format_args!(
                 "features {unknown:#x} were not offered"
@@ -387,6 +410,11 @@ impl VhostUserBackendReqHandler for Connection {
             queue.signals.call = None;
             Ok(VhostUserVringState::new(index, u32::from(queue.base)))
         })
+        .inspect(|_| {
+            let state = self.state();
+            let any = state.queues.iter().any(|queue| queue.worker.is_some());
+            self.shared.driven.store(any, Ordering::Release);
+        })
     }
 
     fn set_vring_kick(&self, index: u8, fd: Option<File>) -> Result<()> {
@@ -395,6 +423,7 @@ impl VhostUserBackendReqHandler for Connection {
             let kick = fd.ok_or_else(|| refuse("polled queues are not supported: no kick"))?;
             queue.halt();
             queue.signals.kick = Some(kick);
+            self.shared.disk.resume();
             self.start_if_ready(index, queue, features)
         })
     }

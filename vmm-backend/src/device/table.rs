@@ -2,8 +2,8 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use outram_wire::units::PAGE_SIZE;
 
@@ -215,7 +215,9 @@ fn groups(pieces: Vec<Piece<'_>>, most: usize) -> Vec<Vec<Piece<'_>>> {
 
 /// Access to request buffers: translates, pins, copies, unpins; one pin at a time.
 pub(super) struct PinnedBuffers<'a> {
-    pub table: &'a Table,
+    /// Held for reading through each access, so that a replaced table is no longer in use once the
+    /// front end gets its answer; never while a disk's server is waited for.
+    pub table: &'a RwLock<Arc<Table>>,
     pub memory: &'a dyn GuestMemory,
     pub strays: &'a AtomicU64,
     pub log: &'a DirtyLog,
@@ -230,7 +232,9 @@ impl PinnedBuffers<'_> {
         write: bool,
         mut copy: impl FnMut(&MappedRegion, usize, std::ops::Range<usize>) -> Result<(), Stray>,
     ) -> Result<(), AccessError> {
-        let pieces = self.table.pieces(segments, offset, length as u64)?;
+        // Whoever panicked did not change the table: it is replaced as a whole.
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let pieces = table.pieces(segments, offset, length as u64)?;
         let mut done = 0;
         for group in groups(pieces, self.memory.max_pages_per_pin()) {
             let ranges: Vec<HostRange> = group
@@ -333,7 +337,7 @@ mod tests {
         };
         let strays = AtomicU64::new(0);
         let buffers = PinnedBuffers {
-            table: &table,
+            table: &RwLock::new(Arc::new(table)),
             memory: &memory,
             strays: &strays,
             log: &DirtyLog::default(),
@@ -376,7 +380,7 @@ mod tests {
         };
         let strays = AtomicU64::new(0);
         let buffers = PinnedBuffers {
-            table: &table,
+            table: &RwLock::new(Arc::new(table)),
             memory: &memory,
             strays: &strays,
             log: &DirtyLog::default(),

@@ -18,6 +18,7 @@ use super::request;
 use super::ring::{Ring, RingError};
 use super::table::{PinnedBuffers, Table};
 use super::tally::Tally;
+use crate::far_disk::Interrupt;
 
 /// What all queues of a device share.
 pub(super) struct Shared {
@@ -26,9 +27,10 @@ pub(super) struct Shared {
     pub tally: Tally,
     /// Pages written are noted here, after the write.
     pub log: DirtyLog,
-    /// Held for reading through each request, so that a replaced table is no longer in use once
-    /// the front end gets its answer.
     pub table: RwLock<Arc<Table>>,
+    /// Whether the guest drives the disk: a queue was started, and not all were stopped since by the
+    /// front end. A connection that ends leaves it as it is.
+    pub driven: AtomicBool,
 }
 
 /// The descriptors by which driver and device notify each other.
@@ -160,7 +162,11 @@ impl QueueServer {
                 let Some((head, chain)) = self.ring.next()? else {
                     break;
                 };
-                let written = self.execute(&chain);
+                let Some(written) = self.execute(&chain) else {
+                    // Interrupted: it is made again when the ring is started the next time.
+                    self.ring.give_back();
+                    return Ok(());
+                };
                 if self.ring.complete(head, written, &self.shared.log)? {
                     self.notify();
                 }
@@ -172,21 +178,18 @@ impl QueueServer {
         }
     }
 
-    fn execute(&self, chain: &super::chain::Chain) -> u32 {
-        let table = match self.shared.table.read() {
-            Ok(table) => table,
-            // Whoever panicked did not change the table: it is replaced as a whole.
-            Err(poisoned) => poisoned.into_inner(),
-        };
+    /// Bytes written into the chain; nothing where the request was interrupted by a stop.
+    fn execute(&self, chain: &super::chain::Chain) -> Option<u32> {
         let buffers = PinnedBuffers {
-            table: &table,
+            table: &self.shared.table,
             memory: self.shared.memory.as_ref(),
             strays: &self.shared.tally.strays,
             log: &self.shared.log,
         };
-        let completion = request::execute(chain, &self.shared.disk, &buffers);
+        let interrupt = Interrupt::by(&self.stop.wanted);
+        let completion = request::execute(chain, &self.shared.disk, &buffers, &interrupt)?;
         self.shared.tally.request(completion.succeeded);
-        completion.written
+        Some(completion.written)
     }
 
     fn notify(&mut self) {

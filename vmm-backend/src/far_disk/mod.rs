@@ -24,7 +24,7 @@ mod opening;
 mod ranges;
 mod store;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -159,6 +159,8 @@ pub struct FarDisk {
     access: Mutex<Access>,
     /// Held by whoever opens the disk.
     opening: Mutex<()>,
+    /// The guest has begun to use the disk, and it was not claimed back since.
+    may_reclaim: AtomicBool,
     tally: Tally,
 }
 
@@ -205,6 +207,7 @@ impl FarDisk {
             identity,
             access: Mutex::new(access),
             opening: Mutex::default(),
+            may_reclaim: AtomicBool::new(false),
             tally: Tally::default(),
         }
     }
@@ -227,9 +230,7 @@ impl FarDisk {
         interrupt: &Interrupt<'_>,
     ) -> Result<(), DiskFault> {
         self.check_bounds(offset, into.len() as u64)?;
-        let result = self
-            .open(interrupt)
-            .and_then(|store| store.read(offset, into, interrupt));
+        let result = self.with_store(interrupt, |store| store.read(offset, into, interrupt));
         self.count(&self.tally.reads, result)
     }
 
@@ -241,9 +242,7 @@ impl FarDisk {
         interrupt: &Interrupt<'_>,
     ) -> Result<(), DiskFault> {
         self.check_bounds(offset, from.len() as u64)?;
-        let result = self
-            .open(interrupt)
-            .and_then(|store| store.write(offset, from, interrupt));
+        let result = self.with_store(interrupt, |store| store.write(offset, from, interrupt));
         self.count(&self.tally.writes, result)
     }
 
@@ -255,24 +254,17 @@ impl FarDisk {
         interrupt: &Interrupt<'_>,
     ) -> Result<(), DiskFault> {
         self.check_bounds(offset, length)?;
-        let result = self
-            .open(interrupt)
-            .and_then(|store| store.zero(offset, length, interrupt));
+        let result = self.with_store(interrupt, |store| store.zero(offset, length, interrupt));
         self.count(&self.tally.discards, result)
     }
 
     /// The guest begins to use the disk (again): should another backend have claimed it meanwhile,
     /// it is claimed back at the next use. A migration that failed after the hand-over ends so.
     pub fn resume(&self) {
+        self.may_reclaim.store(true, Ordering::Release);
         let mut access = self.access();
-        let claimed = match &*access {
-            Access::Open(store) => matches!(store.over(), Some(Over::Claimed(_))),
+        if matches!(&*access, Access::Failed(_)) {
             // What kept it from being opened may be mended by now.
-            Access::Failed(_) => true,
-            Access::Closed | Access::Ended => false,
-        };
-        if claimed {
-            tracing::info!("the far-memory disk is to be claimed again");
             *access = Access::Closed;
         }
     }
@@ -392,6 +384,40 @@ impl FarDisk {
                     self.settle(Access::Failed(reason));
                 }
             }
+        }
+    }
+
+    /// Acts on the open disk; on the disk claimed back, should another have claimed it before our guest
+    /// began to use it.
+    fn with_store(
+        &self,
+        interrupt: &Interrupt<'_>,
+        mut act: impl FnMut(&Store) -> Result<(), DiskFault>,
+    ) -> Result<(), DiskFault> {
+        let store = self.open(interrupt)?;
+        match act(&store) {
+            Err(DiskFault::Claimed(_)) if self.is_to_be_reclaimed(&store) => {
+                drop(store);
+                act(&*self.open(interrupt)?)
+            }
+            result => result,
+        }
+    }
+
+    /// Whether a store that was claimed by another is no longer the current one, or closed now.
+    fn is_to_be_reclaimed(&self, claimed: &Arc<Store>) -> bool {
+        let mut access = self.access();
+        match &*access {
+            Access::Open(store) if Arc::ptr_eq(store, claimed) => {
+                let may = self.may_reclaim.swap(false, Ordering::AcqRel);
+                if may {
+                    tracing::warn!("the far-memory disk was claimed elsewhere: claiming it back");
+                    *access = Access::Closed;
+                }
+                may
+            }
+            // Another queue's request was first.
+            _ => true,
         }
     }
 

@@ -533,6 +533,9 @@ struct Change<'a> {
 /// The blocks that a range of bytes touches.
 fn touched(offset: u64, length: u64) -> std::ops::Range<u32> {
     let block = BLOCK as u64;
+    if length == 0 {
+        return 0..0;
+    }
     // Within the disk, whose blocks have 32 bits.
     (offset / block) as u32..(offset + length).div_ceil(block) as u32
 }

@@ -9,7 +9,7 @@ use outram_wire::server::Extent;
 use super::*;
 use crate::remote::test_server::{self, Gate, PATIENCE, Pki, SLAB, anywhere, serve};
 
-const SIZE: u64 = 3 * SLAB;
+pub(crate) const SIZE: u64 = 3 * SLAB;
 
 /// Xorshift: good enough, and the same for the same seed.
 struct Dice(u64);
@@ -24,14 +24,14 @@ impl Dice {
 }
 
 /// A disk's servers, each behind a gate.
-struct World {
-    pki: Pki,
-    servers: Vec<Server>,
-    gates: Vec<Gate>,
+pub(crate) struct World {
+    pub(crate) pki: Pki,
+    pub(crate) servers: Vec<Server>,
+    pub(crate) gates: Vec<Gate>,
 }
 
 impl World {
-    fn new(slabs: &[u64]) -> Self {
+    pub(crate) fn new(slabs: &[u64]) -> Self {
         let pki = Pki::new();
         let start = |slab: &u64| serve(&pki, anywhere(), |config| config.slab_bytes = *slab);
         let servers: Vec<Server> = slabs.iter().map(start).collect();
@@ -59,7 +59,7 @@ impl World {
         }
     }
 
-    fn create(&self) -> FarDisk {
+    pub(crate) fn create(&self) -> FarDisk {
         FarDisk::create(self.config()).expect("there is room")
     }
 
@@ -115,7 +115,9 @@ fn live(seed: u64, slabs: &[u64], steps: usize) {
         // Sectors, as a guest's requests are; some of whole blocks.
         let unit = if dice.below(2) == 0 { 512 } else { 4096 };
         let offset = dice.below(SIZE / unit) * unit;
-        let most = (SIZE - offset).min(300 * 1024);
+        // As often within a block as over many.
+        let most = if dice.below(2) == 0 { 4096 } else { 300 * 1024 };
+        let most = (SIZE - offset).min(most);
         let length = (dice.below(most / unit) + 1) * unit;
         let part = offset as usize..(offset + length) as usize;
         match dice.below(20) {
