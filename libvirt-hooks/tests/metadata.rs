@@ -78,8 +78,8 @@ fn a_disk_that_cannot_be_is_named() {
     for (disk, expected) in [
         (format!("<o:disk key='{key}'/>"), "has no size"),
         (
-            format!("<o:disk size='8GB' key='{key}'/>"),
-            "'8GB' is not possible",
+            format!("<o:disk size='8XB' key='{key}'/>"),
+            "'8XB' is not possible",
         ),
         (
             format!("<o:disk size='1000000' key='{key}'/>"),

@@ -13,12 +13,17 @@
 //! | `free` | `FREED` |
 //! | `corrupt N`, `stale N` | `BROKEN`: the checker's own test, mismatches must follow |
 //! | `disk-read N`, `disk-write`, `disk-id` | `DISK …` |
+//! | `arena MIB` | `ALLOCATED pages=N`: so many MiB, which may be more than the guest's RAM |
+//! | `swap-on`, `swap` | `SWAP size_kib=… used_kib=…`: the disk made a swap device; how full it is |
+//! | `fs-make`, `fs-write FILES VERSION`, `fs-verify FILES VERSION`, `fs-remove FILES` | `FS …` |
+//! | `bare-write MIB VERSION`, `bare-verify MIB VERSION`, `bare-clear discard` | `BARE …` |
 //! | `meminfo` | `MEMINFO …` |
 //! | `poweroff`, `reboot` | the guest ends or starts again |
 
 mod arena;
 mod disk;
 mod pattern;
+mod volume;
 
 use std::io::{self, BufRead};
 use std::process::Command;
@@ -100,6 +105,10 @@ fn number(word: Option<&str>, what: &str) -> Result<u64, String> {
         .map_err(|_| format!("{what} '{word}' is not a whole number"))
 }
 
+fn two(first: Option<&str>, second: Option<&str>) -> Result<(u64, u64), String> {
+    Ok((number(first, "a count")?, number(second, "a version")?))
+}
+
 impl Agent {
     fn obey(&mut self, line: &str) {
         let mut words = line.split_whitespace();
@@ -128,6 +137,18 @@ impl Agent {
             "disk-id" => disk::identity()
                 .map(|id| format!("DISK id={id}"))
                 .map_err(|error| error.to_string()),
+            "arena" => {
+                number(first, "MiB").and_then(|mib| self.fill((mib << 20) / PAGE_BYTES as u64))
+            }
+            "swap-on" => volume::swap_on(),
+            "swap" => volume::swap_in_use(),
+            "fs-make" => volume::make_file_system(),
+            "fs-write" => two(first, words.next()).and_then(|(n, v)| volume::write_files(n, v)),
+            "fs-verify" => two(first, words.next()).and_then(|(n, v)| volume::verify_files(n, v)),
+            "fs-remove" => number(first, "files").and_then(volume::remove_files),
+            "bare-write" => two(first, words.next()).and_then(|(n, v)| volume::write_bare(n, v)),
+            "bare-verify" => two(first, words.next()).and_then(|(n, v)| volume::verify_bare(n, v)),
+            "bare-clear" => volume::clear(first.unwrap_or("")),
             "meminfo" => meminfo(),
             "poweroff" | "reboot" => end(command),
             other => Err(format!("unknown command '{other}'")),
@@ -183,10 +204,14 @@ impl Agent {
         if !(1..=95).contains(&share) {
             return Err(format!("share {share} is not between 1 and 95 per cent"));
         }
+        let ram = ram_bytes().map_err(|error| format!("/proc/iomem: {error}"))?;
+        self.fill(ram / 100 * share / PAGE_BYTES as u64)
+    }
+
+    /// Takes so many pages and writes them.
+    fn fill(&mut self, pages: u64) -> Result<String, String> {
         drop(self.take()?);
         self.tally = Arc::new(Tally::default());
-        let ram = ram_bytes().map_err(|error| format!("/proc/iomem: {error}"))?;
-        let pages = ram / 100 * share / PAGE_BYTES as u64;
         let each = pages / self.workers as u64;
         let seed = pages;
         let handles: Vec<_> = (0..self.workers as u64)

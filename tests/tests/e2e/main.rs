@@ -7,6 +7,7 @@
 mod checker;
 mod disk;
 mod editing;
+mod far_disk;
 mod fixture;
 mod life;
 mod neighbours;
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
         neighbours::TESTS,
         life::TESTS,
         disk::TESTS,
+        far_disk::TESTS,
         outage::TESTS,
         strangers::TESTS,
     ];

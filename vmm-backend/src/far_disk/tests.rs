@@ -68,7 +68,7 @@ impl World {
         stats.map(|stats| stats.leased_bytes).sum()
     }
 
-    fn eventually(&self, what: &str, done: impl Fn() -> bool) {
+    pub(crate) fn eventually(&self, what: &str, done: impl Fn() -> bool) {
         let deadline = std::time::Instant::now() + PATIENCE;
         while !done() {
             assert!(std::time::Instant::now() < deadline, "in vain: {what}");
