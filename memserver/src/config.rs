@@ -153,7 +153,7 @@ pub struct Flags {
     #[arg(long, value_name = "TIME")]
     pub lease_timeout: Option<Span>,
     /// Time after which a far-memory disk that nobody uses is dropped, such as 168h: its guest was
-    /// saved, shut down or lost its host; kept until 'outram disk drop' unless given
+    /// saved, shut down or lost its host; kept for that guest unless given
     #[arg(long, value_name = "TIME")]
     pub parked_disk_timeout: Option<Span>,
     /// Address and port to answer Prometheus on; not answered unless given

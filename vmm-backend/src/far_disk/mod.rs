@@ -282,7 +282,7 @@ impl FarDisk {
         for line in &store.lines {
             if let Err(error) = line.session.close(CLOSE_TIMEOUT) {
                 tracing::warn!(
-                    "a memory server did not confirm that the far-memory disk is dropped; see 'outram disk': {}",
+                    "a memory server did not confirm that the far-memory disk is dropped, and may keep it parked: {}",
                     with_causes(&error)
                 );
             }
