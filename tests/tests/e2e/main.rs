@@ -5,16 +5,20 @@
 //! the reason on top.
 
 mod checker;
+mod confinement;
 mod disk;
 mod editing;
 mod far_disk;
 mod fixture;
+mod host_life;
 mod life;
 mod neighbours;
 mod operator;
 mod outage;
 mod ratio;
+mod readme;
 mod refusals;
+mod start_paths;
 mod strangers;
 mod tune;
 
@@ -32,6 +36,9 @@ fn main() -> ExitCode {
         checker::TESTS,
         operator::TESTS,
         editing::TESTS,
+        start_paths::TESTS,
+        host_life::TESTS,
+        confinement::TESTS,
         refusals::TESTS,
         ratio::TESTS,
         tune::TESTS,

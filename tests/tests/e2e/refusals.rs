@@ -9,8 +9,8 @@ use outram_tests::hermetic::command::{Finished, run};
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::{IMAGES, virsh, virsh_ok};
 
-use crate::Test;
 use crate::fixture::{Lab, RAM_MIB, SHORT};
+use crate::{Test, readme};
 
 pub(crate) const TESTS: &[Test] = &[
     ("attach_refuses_what_cannot_be_paged", domains),
@@ -77,6 +77,53 @@ fn refused_domains() -> Vec<Refused> {
             "<filesystem type='mount'><driver type='virtiofs'/><source dir='/srv'/>\
              <target dir='share'/></filesystem>",
             "virtiofs",
+        ),
+        with_device(
+            "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='directsync' \
+             io='native'/><source file='/var/lib/libvirt/images/initrd'/>\
+             <target dev='vdb' bus='virtio'/></disk>",
+            "io='native'",
+        ),
+        with_device(
+            "<disk type='block' device='lun'><driver name='qemu' type='raw'/>\
+             <source dev='/dev/null'/><target dev='sda' bus='scsi'/></disk>",
+            "device='lun'",
+        ),
+        with_device(
+            "<hostdev mode='subsystem' type='scsi_host'>\
+             <source protocol='vhost' wwpn='naa.5123456789abcde0'/></hostdev>",
+            "vhost-scsi",
+        ),
+        with_device(
+            "<interface type='vhostuser'><mac address='52:54:00:00:00:07'/>\
+             <source type='unix' path='/run/switch' mode='client'/><model type='virtio'/></interface>",
+            "52:54:00:00:00:07",
+        ),
+        with_device(
+            "<interface type='vdpa'><source dev='/dev/vhost-vdpa-0'/></interface>",
+            "vdpa",
+        ),
+        with_device(
+            "<disk type='vhostuser' device='disk'><driver name='qemu' type='raw'/>\
+             <source type='unix' path='/run/spdk'/><target dev='vdb' bus='virtio'/></disk>",
+            "vhostuser",
+        ),
+        with_device(
+            "<video><driver name='vhostuser'/><model type='virtio'/></video>",
+            "vhostuser",
+        ),
+        Refused {
+            elements: format!(
+                "{}<launchSecurity type='sev'><cbitpos>47</cbitpos>\
+                 <reducedPhysBits>1</reducedPhysBits><policy>0x1</policy></launchSecurity>",
+                backing(MEMFD_SHARED)
+            ),
+            devices: "",
+            reason: "launchSecurity",
+        },
+        with_backing(
+            "<source type='anonymous'/><access mode='shared'/>",
+            "type='anonymous'",
         ),
     ]
 }
@@ -219,14 +266,14 @@ fn starts(lab: &Lab) -> Result<()> {
         "a refused start leaves it off"
     );
 
-    let mut typo = hand_written("typo", &server.address);
+    let mut typo = hand_written("typo", &server.address)?;
     typo.metadata = typo.metadata.replace("local-ratio", "local-ration");
     let typo = Guest::define(typo)?;
     let refused = virsh(&["start", typo.name()])?;
     demand_refusal(&refused, &["local-ration"]).context("a typo in hand-written metadata")?;
     drop(typo);
 
-    let mut taken = hand_written("taken", &server.address);
+    let mut taken = hand_written("taken", &server.address)?;
     let shared = "<access mode='shared'/>";
     let taken_at_start = format!("{shared}<allocation mode='immediate'/>");
     taken.extra_elements = taken.extra_elements.replace(shared, &taken_at_start);
@@ -256,27 +303,15 @@ fn thp(lab: &Lab) -> Result<()> {
     demand_refusal(&refused, &["shmem_enabled"])
 }
 
-/// A guest as the documentation has it written by hand.
-fn hand_written(name: &str, server: &str) -> Spec {
-    let mut spec = Spec::new(name, RAM_MIB);
+/// A guest as the README has it written by hand.
+fn hand_written(name: &str, server: &str) -> Result<Spec> {
     let uuid = format!("6f757472-616d-4000-8000-{:0>12}", name.len());
-    spec.extra_elements = format!("<uuid>{uuid}</uuid>{}", backing(MEMFD_SHARED));
-    spec.metadata = format!(
-        "<outram:memory xmlns:outram='https://outram.dev/xmlns/domain/1' local-ratio='0.5'>\
-         <outram:server address='{server}'/></outram:memory>"
-    );
-    spec.extra_devices = format!(
-        "<disk type='vhostuser' device='disk'><driver name='qemu' type='raw'/>\
-         <source type='unix' path='/run/outram/{uuid}/vhost.sock'>\
-         <reconnect enabled='yes' timeout='1'/></source>\
-         <target dev='vdz' bus='virtio'/></disk>"
-    );
-    spec
+    readme::hand_written(Spec::new(name, RAM_MIB), &uuid, server)
 }
 
 fn by_hand(lab: &Lab) -> Result<()> {
     let server = lab.server("1GiB")?;
-    let guest = Guest::define(hand_written("byhand", &server.address))?;
+    let guest = Guest::define(hand_written("byhand", &server.address)?)?;
     let mut console = guest.boot()?;
     crate::fixture::check(&mut console, 70, 1)?;
     ensure!(
