@@ -112,15 +112,6 @@ fn refused_domains() -> Vec<Refused> {
             "<video><driver name='vhostuser'/><model type='virtio'/></video>",
             "vhostuser",
         ),
-        Refused {
-            elements: format!(
-                "{}<launchSecurity type='sev'><cbitpos>47</cbitpos>\
-                 <reducedPhysBits>1</reducedPhysBits><policy>0x1</policy></launchSecurity>",
-                backing(MEMFD_SHARED)
-            ),
-            devices: "",
-            reason: "launchSecurity",
-        },
         with_backing(
             "<source type='anonymous'/><access mode='shared'/>",
             "type='anonymous'",
