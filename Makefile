@@ -1,6 +1,7 @@
 # make demo         a guest with half of its RAM on a memory server, shown while it runs
 # make test         everything that is tested, ending in 'N passed, N failed, N skipped'
 # make man          manual pages and shell completions, to target/manual
+# make deb          Debian packages, to target/debian
 # make check        formatting, lints, documentation
 # make clean-state  removes what interrupted runs may have left behind
 #
@@ -9,7 +10,7 @@
 
 export PATH := $(PATH):/usr/sbin:/sbin
 
-.PHONY: all build demo test man check images clean-state
+.PHONY: all build demo test man deb check images clean-state
 
 all: build
 
@@ -27,6 +28,22 @@ test:
 man:
 	cargo build --profile $(or $(PROFILE),dev) -p outram-libvirt -p outram-tests --bin outram --bin manual
 	target/$(if $(filter release,$(PROFILE)),release,debug)/manual target/manual
+
+# Its version is pinned here, for it is no dependency that Cargo.lock knows.
+CARGO_DEB := target/tools/bin/cargo-deb
+
+$(CARGO_DEB):
+	cargo install cargo-deb --version 3.8.0 --locked --root target/tools
+
+# Release builds unless PROFILE=dev, which tests take: quick to make, large.
+deb: PROFILE := $(or $(PROFILE),release)
+deb: $(CARGO_DEB)
+	cargo build --workspace --bins --profile $(PROFILE)
+	$(MAKE) --no-print-directory man PROFILE=$(PROFILE)
+	for package in outram-memserver outram-libvirt; do \
+	  $(CARGO_DEB) --quiet --no-build --profile $(PROFILE) $(if $(filter dev,$(PROFILE)),--fast) \
+	    --package $$package --output target/debian/ || exit 1; \
+	done
 
 check:
 	cargo fmt --all --check

@@ -6,7 +6,8 @@ set -euo pipefail
 # qemu-utils is not asked for: a newer one of backports does not go together with Debian's QEMU.
 packages="qemu-system-x86 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients
   libvirt-dev libclang-dev clang gcc libc6-dev pkg-config busybox-static cpio zstd kmod iproute2 xz-utils
-  util-linux procps ca-certificates groff-base virtinst"
+  util-linux procps ca-certificates groff-base virtinst
+  systemd systemd-sysv dbus apparmor checkpolicy semodule-utils dpkg-dev"
 oldest_rust=88   # of 1.x: what Cargo.toml says
 
 fail() { echo "prepare: $*" >&2; exit 1; }

@@ -1,6 +1,9 @@
 //! What is shipped beside the programs: units of systemd and packages, rules for security modules,
 //! dashboards. Where a tool to check one of them is missing, its test is reported as ignored.
 
+mod debian;
+mod monitoring;
+mod selinux;
 mod units;
 
 use std::path::{Path, PathBuf};
@@ -20,7 +23,12 @@ type Test = (&'static str, fn() -> Result<()>);
 
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
-    let tests = [units::TESTS];
+    let tests = [
+        units::TESTS,
+        monitoring::TESTS,
+        selinux::TESTS,
+        debian::TESTS,
+    ];
     let trial = |(name, test): Test| Trial::ignorable_test(name, move || outcome(test()));
     let trials = tests.concat().into_iter().map(trial).collect();
     libtest_mimic::run(&arguments, trials).exit_code()
