@@ -73,7 +73,7 @@ pub enum Command {
     ///
     /// Asks each backend, never libvirt's monitor, so it works while a guest stands still.
     Status(status::StatusArguments),
-    /// Show all guests in a table that is redrawn, like top(1)
+    /// Show all guests in a table that is redrawn, as top does
     ///
     /// Asks each backend, never libvirt's monitor, so it works while a guest stands still. Rates are
     /// of the time since the look before.

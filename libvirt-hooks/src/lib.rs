@@ -15,6 +15,7 @@ pub mod cli;
 pub mod daemons;
 mod detached;
 pub mod domain_xml;
+pub mod foreign;
 pub mod hook;
 pub mod hook_arguments;
 pub mod host;

@@ -101,14 +101,16 @@ impl Libvirt {
         Ok(Self { connection })
     }
 
-    /// The names of all domains, running or not.
+    /// The names of all domains, running or not, in order.
     pub fn domain_names(&self) -> Result<Vec<String>, LibvirtError> {
         let domains = self.connection.list_all_domains(0);
         let domains = domains.map_err(call("list its domains"))?;
-        domains
+        let names = domains
             .iter()
-            .map(|domain| domain.name().map_err(call("tell a domain's name")))
-            .collect()
+            .map(|domain| domain.name().map_err(call("tell a domain's name")));
+        let mut names = names.collect::<Result<Vec<_>, _>>()?;
+        names.sort();
+        Ok(names)
     }
 
     /// Finds a domain by name or UUID.

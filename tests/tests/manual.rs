@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::CommandFactory;
+use outram_libvirt::foreign::kubevirt::SidecarArguments;
+use outram_libvirt::foreign::nova::FilterArguments;
+use outram_libvirt::foreign::ovirt::VdsmArguments;
 use outram_libvirt::hook_arguments::HookArguments;
 use tempfile::TempDir;
 
@@ -63,11 +66,14 @@ fn expected_pages(commands: Vec<clap::Command>, section: &str) -> Vec<String> {
     pages
 }
 
-fn daemons() -> Vec<clap::Command> {
+fn daemons_and_hooks() -> Vec<clap::Command> {
     vec![
         outram_backend::arguments::Arguments::command(),
         outram_memserver::Arguments::command(),
         HookArguments::command(),
+        FilterArguments::command(),
+        VdsmArguments::command(),
+        SidecarArguments::command(),
     ]
 }
 
@@ -76,7 +82,10 @@ fn every_command_has_a_page_that_renders_without_a_warning() {
     let written = Written::new();
     let users = vec![outram_libvirt::cli::Arguments::command()];
     assert_eq!(written.names("man1"), expected_pages(users, "1"));
-    assert_eq!(written.names("man8"), expected_pages(daemons(), "8"));
+    assert_eq!(
+        written.names("man8"),
+        expected_pages(daemons_and_hooks(), "8")
+    );
     for folder in ["man1", "man8"] {
         for name in written.names(folder) {
             let text = rendered(&written.path(&format!("{folder}/{name}")));
@@ -214,9 +223,9 @@ fn all_help(command: &mut clap::Command, path: &str, text: &mut String) {
 
 /// `outram`'s own help is recorded beside its tests.
 #[test]
-fn help_of_daemons_and_hook_is_as_recorded() {
+fn help_of_daemons_and_hooks_is_as_recorded() {
     let mut text = String::new();
-    for command in daemons() {
+    for command in daemons_and_hooks() {
         let name = command.get_name().to_owned();
         let mut command = command.term_width(100);
         command.build();

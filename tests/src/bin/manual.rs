@@ -1,4 +1,4 @@
-//! Writes the manual pages and shell completions of all four programs, made from their command
+//! Writes the manual pages and shell completions of all programs, made from their command
 //! lines' definitions: `make man` does it, and packages are built with the result.
 //!
 //! ```text
@@ -41,9 +41,14 @@ fn main() -> Result<()> {
         outram_backend::arguments::Arguments::command(),
         outram_memserver::Arguments::command(),
     ];
-    let hook = outram_libvirt::hook_arguments::HookArguments::command();
+    let hooks = [
+        outram_libvirt::hook_arguments::HookArguments::command(),
+        outram_libvirt::foreign::nova::FilterArguments::command(),
+        outram_libvirt::foreign::ovirt::VdsmArguments::command(),
+        outram_libvirt::foreign::kubevirt::SidecarArguments::command(),
+    ];
     write_pages(&folder, outram_libvirt::cli::Arguments::command(), USERS)?;
-    for command in daemons.iter().chain([&hook]) {
+    for command in daemons.iter().chain(&hooks) {
         write_pages(&folder, command.clone(), SYSTEM)?;
     }
     for (shell, name) in [

@@ -5,6 +5,7 @@
 //! the reason on top.
 
 mod checker;
+mod command_line;
 mod confinement;
 mod disk;
 mod editing;
@@ -35,6 +36,7 @@ fn main() -> ExitCode {
     let tests = [
         checker::TESTS,
         operator::TESTS,
+        command_line::TESTS,
         editing::TESTS,
         start_paths::TESTS,
         host_life::TESTS,
