@@ -11,7 +11,8 @@ use outram_wire::control::{read_frame, write_frame};
 
 use super::command::wait_for;
 use super::console::Console;
-use super::host::{IMAGES, RUN, virsh, virsh_ok};
+use super::host::{IMAGES, RUN, virsh_ok};
+use super::place::Place;
 
 /// Longest a guest may take to boot: 3 s alone, but hosts are shared and emulation is slow.
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
@@ -114,6 +115,8 @@ pub struct Guest {
     pub spec: Spec,
     /// Its UUID.
     pub uuid: String,
+    /// The machine it is on.
+    pub place: Place,
 }
 
 impl Guest {
@@ -125,7 +128,17 @@ impl Guest {
         let uuid = virsh_ok(&["domuuid", &format!("--domain={}", spec.name)])?
             .trim()
             .to_owned();
-        Ok(Self { spec, uuid })
+        let place = Place::here();
+        Ok(Self { spec, uuid, place })
+    }
+
+    /// The same guest as it is, or will be, on another machine.
+    pub fn at(&self, place: &Place) -> Self {
+        Self {
+            spec: self.spec.clone(),
+            uuid: self.uuid.clone(),
+            place: place.clone(),
+        }
     }
 
     /// The name it was defined with.
@@ -135,20 +148,24 @@ impl Guest {
 
     /// Starts it, and waits until its checker is ready.
     pub fn boot(&self) -> Result<Console> {
-        virsh_ok(&["start", &self.uuid])?;
+        self.place.virsh_ok(&["start", &self.uuid])?;
         self.console()
     }
 
     /// Connects to the running guest's serial line and waits until its checker answers.
     pub fn console(&self) -> Result<Console> {
-        let mut console = Console::connect(&self.spec.serial_socket())?;
+        let mut console = Console::connect(&self.place.path(self.spec.serial_socket()))?;
         greet(&mut console)?;
         Ok(console)
     }
 
     /// libvirt's word for its state: `running`, `shut off`, `paused`…
     pub fn state(&self) -> Result<String> {
-        Ok(virsh_ok(&["domstate", &self.uuid])?.trim().to_owned())
+        Ok(self
+            .place
+            .virsh_ok(&["domstate", &self.uuid])?
+            .trim()
+            .to_owned())
     }
 
     /// Waits for a state.
@@ -160,15 +177,15 @@ impl Guest {
 
     /// QEMU's process, as libvirt noted it.
     pub fn qemu_pid(&self) -> Result<u32> {
-        let name = virsh_ok(&["domname", &self.uuid])?;
+        let name = self.place.virsh_ok(&["domname", &self.uuid])?;
         let file = format!("/run/libvirt/qemu/{}.pid", name.trim_end());
-        let text = fs::read_to_string(&file).with_context(|| file.clone())?;
+        let text = fs::read_to_string(self.place.path(&file)).with_context(|| file.clone())?;
         text.trim().parse().with_context(|| file)
     }
 
     /// The run directory of its backend.
     pub fn run_dir(&self) -> PathBuf {
-        Path::new(RUN).join(&self.uuid)
+        self.place.path(Path::new(RUN).join(&self.uuid))
     }
 
     /// What its backend says of it.
@@ -219,7 +236,7 @@ impl Guest {
     /// Ends it at once; it must be gone within five seconds, whatever stands still.
     pub fn destroy(&self) -> Result<()> {
         let start = std::time::Instant::now();
-        virsh_ok(&["destroy", &self.uuid])?;
+        self.place.virsh_ok(&["destroy", &self.uuid])?;
         let took = start.elapsed();
         if took > Duration::from_secs(5) {
             bail!("virsh destroy took {took:?}; it must work within 5 s in every state");
@@ -258,7 +275,7 @@ pub fn greet(console: &mut Console) -> Result<()> {
 impl Drop for Guest {
     fn drop(&mut self) {
         // A domain that is off already refuses; the sandbox's end takes what is left.
-        let _ = virsh(&["destroy", &self.uuid]);
-        let _ = virsh(&["undefine", &self.uuid]);
+        let _ = self.place.virsh(&["destroy", &self.uuid]);
+        let _ = self.place.virsh(&["undefine", &self.uuid]);
     }
 }

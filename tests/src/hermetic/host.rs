@@ -13,6 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::command::{Finished, run, run_within, wait_for};
+use super::neighbour::FIRST_ADDRESS;
 
 /// Where guests' kernel and initramfs lie, readable by QEMU's user.
 pub const IMAGES: &str = "/var/lib/libvirt/images";
@@ -50,13 +51,25 @@ impl Host {
     /// Makes the machine and starts libvirt. Call it once, inside of the sandbox: it changes the
     /// mounts of this process. `images` is the folder that `images/build.sh` filled.
     pub fn start(images: &Path) -> Result<Self> {
+        Self::start_with(images, LIBVIRTD_CONF)
+    }
+
+    /// The same for a second machine, within namespaces of its own. libvirt refuses to migrate
+    /// between hosts of the same UUID.
+    pub(super) fn start_neighbour(images: &Path) -> Result<Self> {
+        let id = std::process::id();
+        let uuid = format!("host_uuid = \"4f757472-616d-4e00-8000-{id:012}\"\n");
+        Self::start_with(images, &format!("{LIBVIRTD_CONF}{uuid}"))
+    }
+
+    fn start_with(images: &Path, libvirtd_conf: &str) -> Result<Self> {
         let host = Self {
             programs: programs()?,
             daemons: Mutex::new(Vec::new()),
             next_port: AtomicU16::new(FIRST_PORT),
         };
         hide_the_machine().context("making the machine's state private")?;
-        write_libvirt_settings()?;
+        write_libvirt_settings(libvirtd_conf)?;
         copy_images(images)?;
         host.start_daemons()?;
         Ok(host)
@@ -106,6 +119,8 @@ impl Host {
                 "memserver",
                 "--address",
                 "127.0.0.1",
+                "--address",
+                FIRST_ADDRESS,
             ],
             &["pki", "issue", "client"],
         ] {
@@ -287,7 +302,7 @@ fn show_own_sysfs() -> Result<()> {
     Ok(())
 }
 
-fn write_libvirt_settings() -> Result<()> {
+fn write_libvirt_settings(libvirtd_conf: &str) -> Result<()> {
     for entry in fs::read_dir("/etc/libvirt").into_iter().flatten().flatten() {
         let path = entry.path();
         let removed = if path.is_dir() && !path.is_symlink() {
@@ -300,7 +315,7 @@ fn write_libvirt_settings() -> Result<()> {
     fs::create_dir_all("/etc/libvirt")?;
     let _ = fs::remove_dir_all("/etc/outram");
     fs::write("/etc/libvirt/qemu.conf", QEMU_CONF)?;
-    fs::write("/etc/libvirt/libvirtd.conf", LIBVIRTD_CONF)?;
+    fs::write("/etc/libvirt/libvirtd.conf", libvirtd_conf)?;
     Ok(())
 }
 

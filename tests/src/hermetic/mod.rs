@@ -4,6 +4,7 @@
 //!
 //! * [`sandbox`] makes the namespaces and cleans up after them;
 //! * [`host`] is the private machine: mounts, `virtlogd`, `libvirtd`, certificates, `outram setup`;
+//! * [`neighbour`] is a second such machine, a [`place`] one of the two;
 //! * [`guest`] is a domain on it, driven through its serial [`console`];
 //! * [`server`] is a memory server process, [`proxy`] a line to it that can be cut;
 //! * [`suite`] runs tests in one;
@@ -14,6 +15,8 @@ pub mod console;
 pub mod guest;
 pub mod hard_limit;
 pub mod host;
+pub mod neighbour;
+pub mod place;
 pub mod proxy;
 pub mod sampler;
 pub mod sandbox;

@@ -99,7 +99,9 @@ impl Sampler {
         });
         let for_thread = Arc::clone(&shared);
         let (name, run_dir) = (guest.name().to_owned(), guest.run_dir());
-        let thread = std::thread::spawn(move || watch(&name, &run_dir, &for_thread));
+        let network = guest.place.network();
+        let thread =
+            std::thread::spawn(move || watch(&name, &run_dir, network.as_deref(), &for_thread));
         Self {
             shared,
             thread: Some(thread),
@@ -175,17 +177,17 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn watch(name: &str, run_dir: &Path, shared: &Shared) {
+fn watch(name: &str, run_dir: &Path, network: Option<&Path>, shared: &Shared) {
     let mut qemu = None;
     let mut backend = None;
     while !shared.stop.load(Ordering::Relaxed) {
         let start = Instant::now();
         if !qemu.is_some_and(|pid| is_alive(pid, "qemu-system")) {
-            qemu = find_process("qemu-system", &format!("guest={name}"));
+            qemu = find_process("qemu-system", &format!("guest={name}"), network);
         }
         if !backend.is_some_and(|pid| is_alive(pid, "outram-backend")) {
             let uuid = run_dir.file_name().and_then(|uuid| uuid.to_str());
-            backend = uuid.and_then(|uuid| find_process("outram-backend", uuid));
+            backend = uuid.and_then(|uuid| find_process("outram-backend", uuid, network));
         }
         let mut sample = Sample {
             memfd: qemu.map_or(0, ram_file_bytes),
@@ -220,8 +222,8 @@ fn is_alive(pid: u32, program: &str) -> bool {
         .is_ok_and(|line| String::from_utf8_lossy(&line).contains(program))
 }
 
-/// The newest process whose command line has both words.
-fn find_process(program: &str, word: &str) -> Option<u32> {
+/// The newest process on the machine with that network whose command line has both words.
+fn find_process(program: &str, word: &str, network: Option<&Path>) -> Option<u32> {
     fs::read_dir("/proc")
         .ok()?
         .flatten()
@@ -232,7 +234,13 @@ fn find_process(program: &str, word: &str) -> Option<u32> {
             let is_program = words
                 .next()
                 .is_some_and(|first| String::from_utf8_lossy(first).contains(program));
-            is_program && words.any(|other| String::from_utf8_lossy(other).contains(word))
+            let is_there = || {
+                let of = fs::read_link(format!("/proc/{pid}/ns/net"));
+                network.is_none_or(|network| of.is_ok_and(|of| of == network))
+            };
+            is_program
+                && words.any(|other| String::from_utf8_lossy(other).contains(word))
+                && is_there()
         })
         .max()
 }

@@ -52,9 +52,14 @@ pub struct MemServer {
 impl MemServer {
     /// Starts one that lends at most `memory`, in slabs of `slab_mib`.
     pub fn start(host: &Host, memory: &str, slab_mib: u64) -> Result<Self> {
+        Self::start_at(host, "127.0.0.1", memory, slab_mib)
+    }
+
+    /// The same at an address of the private host, for others to reach it.
+    pub fn start_at(host: &Host, address: &str, memory: &str, slab_mib: u64) -> Result<Self> {
         Self::launch(Launch {
             program: host.program("outram-memserver")?.into(),
-            address: format!("127.0.0.1:{}", host.port()),
+            address: format!("{address}:{}", host.port()),
             metrics: format!("127.0.0.1:{}", host.port()),
             pki: PKI.into(),
             log: LOG.into(),

@@ -51,7 +51,7 @@ fn target() -> PathBuf {
 }
 
 /// Where `images/build.sh` puts the guest.
-fn images() -> PathBuf {
+pub(crate) fn images() -> PathBuf {
     target().join("images")
 }
 
@@ -61,7 +61,7 @@ fn logs() -> PathBuf {
 }
 
 /// Appends to `target/e2e-times`: where the suite's time goes.
-fn note_duration(name: &str, took: Duration) {
+pub(crate) fn note_duration(name: &str, took: Duration) {
     let line = format!("{name} {:.1} s\n", took.as_secs_f64());
     let file = std::fs::File::options()
         .create(true)
@@ -73,6 +73,9 @@ fn note_duration(name: &str, took: Duration) {
 
 /// Pages that a guest may leave to its kernel while most of its RAM is in use.
 pub(crate) const SHARE: u64 = 80;
+
+/// A limit that leaves half of what a guest uses elsewhere.
+pub(crate) const HALF: [&str; 2] = ["--local-ratio", "0.5"];
 
 /// RAM of an ordinary guest: the smallest whose kernel leaves 80 per cent to the checker.
 pub(crate) const RAM_MIB: u64 = 512;

@@ -13,12 +13,14 @@ mod far_disk;
 mod fixture;
 mod host_life;
 mod life;
+mod migration;
 mod neighbours;
 mod operator;
 mod outage;
 mod ratio;
 mod readme;
 mod refusals;
+mod save;
 mod start_paths;
 mod strangers;
 mod tune;
@@ -26,13 +28,16 @@ mod tune;
 use std::process::ExitCode;
 
 use fixture::Lab;
-use outram_tests::hermetic::sandbox;
 use outram_tests::hermetic::suite::{self, Suite};
+use outram_tests::hermetic::{neighbour, sandbox};
 
 /// A test: its name and what it does.
 type Test = suite::Test<Lab>;
 
 fn main() -> ExitCode {
+    if let Some(code) = neighbour::serve() {
+        return code;
+    }
     let tests = [
         checker::TESTS,
         operator::TESTS,
@@ -48,6 +53,8 @@ fn main() -> ExitCode {
         life::TESTS,
         disk::TESTS,
         far_disk::TESTS,
+        save::TESTS,
+        migration::TESTS,
         outage::TESTS,
         strangers::TESTS,
     ];

@@ -1,0 +1,113 @@
+//! Pre-copy live migration between two libvirtd, each on a machine of its own, with the checker at
+//! work throughout.
+
+use anyhow::{Context, Result, ensure};
+use outram_tests::hermetic::command::{Finished, run_within};
+use outram_tests::hermetic::console::Console;
+use outram_tests::hermetic::guest::{Guest, Spec};
+use outram_tests::hermetic::neighbour::{FIRST_ADDRESS, Neighbour, SECOND_ADDRESS};
+use outram_tests::hermetic::sampler::{Sampler, Stated};
+use outram_tests::hermetic::server::MemServer;
+
+use crate::Test;
+use crate::fixture::{HALF, LONG, Lab, RAM_MIB, images, power_off};
+use crate::save::{at_work, backend_arguments, timed, verify, verify_at_work};
+
+pub(crate) const TESTS: &[Test] = &[(
+    "live_migration_there_and_back_keeps_every_page",
+    there_and_back,
+)];
+
+/// An emulated checker on a busy machine stores faster than its pages travel: after so many seconds
+/// libvirt suspends it for the rest, as an operator would have it.
+const ENDS: [&str; 3] = ["--timeout", "15", "--timeout-suspend"];
+
+/// The definition moves too.
+const MOVES: [&str; 2] = ["--persistent", "--undefinesource"];
+
+/// Two machines with a memory server that both reach.
+struct Pair {
+    neighbour: Neighbour,
+    server: MemServer,
+}
+
+impl Pair {
+    fn new(lab: &Lab) -> Result<Self> {
+        Ok(Self {
+            neighbour: Neighbour::start(&lab.host, &images())?,
+            server: MemServer::start_at(&lab.host, FIRST_ADDRESS, "1GiB", 4)?,
+        })
+    }
+
+    fn there(&self, guest: &Guest) -> Guest {
+        guest.at(&self.neighbour.place)
+    }
+
+    /// `virsh migrate` from here to there, with further words.
+    fn migrate(&self, guest: &Guest, more: &[&str]) -> Result<Finished> {
+        let (uri, line) = (self.neighbour.uri(), format!("tcp://{SECOND_ADDRESS}"));
+        let mut words = vec!["migrate", "--live", guest.name(), &uri];
+        words.extend(["--migrateuri", &line, "--listen-address", SECOND_ADDRESS]);
+        words.extend(more);
+        run_within(2 * LONG, "virsh", &words)
+    }
+
+    fn migrate_back(&self, guest: &Guest, more: &[&str]) -> Result<Finished> {
+        let (uri, line) = (Neighbour::first_uri(), format!("tcp://{FIRST_ADDRESS}"));
+        let mut words = vec!["migrate", "--live", guest.name(), &uri];
+        words.extend(["--migrateuri", &line, "--listen-address", FIRST_ADDRESS]);
+        words.extend(more);
+        self.neighbour.place.run_within(2 * LONG, "virsh", &words)
+    }
+}
+
+fn demand(finished: Finished) -> Result<()> {
+    ensure!(finished.success(), "{}: {}", finished.line, finished.said());
+    Ok(())
+}
+
+fn came_by_migration(guest: &Guest) -> Result<bool> {
+    let arguments = backend_arguments(guest)?;
+    Ok(arguments.iter().any(|word| word == "--incoming=migration"))
+}
+
+/// Verifies where the guest is now.
+fn checked_there(guest: &Guest) -> Result<Console> {
+    let mut console = guest.console()?;
+    verify_at_work(&mut console)?;
+    Ok(console)
+}
+
+fn there_and_back(lab: &Lab) -> Result<()> {
+    let pair = Pair::new(lab)?;
+    pair.neighbour.set_up_outram(&lab.host)?;
+    let here = lab.attach(Spec::new("moving", RAM_MIB), &HALF, &pair.server.address)?;
+    let there = pair.there(&here);
+    let source = Sampler::start(&here);
+    drop(at_work(&here)?);
+    let stated = Stated::of(&here)?;
+    source.judge(stated);
+
+    let destination = Sampler::start(&there);
+    destination.judge_from_now(stated);
+    let moved = timed("migration at 0.5", || {
+        pair.migrate(&here, &[&MOVES[..], &ENDS].concat())
+    })?;
+    demand(moved)?;
+    ensure!(came_by_migration(&there)?, "the hook told the backend");
+    source.finish().context("at the source")?;
+    here.wait_backend_gone(LONG)?;
+    let left = here.place.virsh_ok(&["list", "--all", "--name"])?;
+    ensure!(left.trim().is_empty(), "undefined at the source: {left}");
+    drop(checked_there(&there)?);
+    destination.finish().context("at the destination")?;
+
+    let back = Sampler::start(&here);
+    back.judge_from_now(stated);
+    demand(pair.migrate_back(&there, &[&MOVES[..], &ENDS].concat())?)?;
+    there.wait_backend_gone(LONG)?;
+    let mut console = checked_there(&here)?;
+    back.finish().context("back again")?;
+    verify(&mut console)?;
+    power_off(&here, &mut console, &pair.server)
+}
