@@ -128,8 +128,13 @@ impl Guest {
         let uuid = virsh_ok(&["domuuid", &format!("--domain={}", spec.name)])?
             .trim()
             .to_owned();
+        Ok(Self::known(spec, uuid))
+    }
+
+    /// A domain of this machine that somebody else defined.
+    pub fn known(spec: Spec, uuid: String) -> Self {
         let place = Place::here();
-        Ok(Self { spec, uuid, place })
+        Self { spec, uuid, place }
     }
 
     /// The same guest as it is, or will be, on another machine.

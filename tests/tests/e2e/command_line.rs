@@ -230,10 +230,7 @@ fn nova(lab: &Lab) -> Result<()> {
     let lines = "\"$0\" </run/nova-before.xml >/run/nova-after.xml";
     run("bash", &["-c", lines, &filter])?;
     virsh_ok(&["define", "--validate", "/run/nova-after.xml"])?;
-    let guest = Guest {
-        spec,
-        uuid: uuid.to_owned(),
-    };
+    let guest = Guest::known(spec, uuid.to_owned());
     let mut console = guest.boot()?;
     check(&mut console, 60, 3)?;
     let status = wait_under_limit(&guest)?;

@@ -33,10 +33,7 @@ fn created(lab: &Lab) -> Result<()> {
     let file = "/run/created.xml";
     fs::write(file, spec.xml())?;
     virsh_ok(&["create", "--paused", file])?;
-    let guest = Guest {
-        spec,
-        uuid: UUID.to_owned(),
-    };
+    let guest = Guest::known(spec, UUID.to_owned());
     guest.wait_status("QEMU to be there", SHORT, |status| {
         status.qemu_pid.is_some()
     })?;
@@ -96,7 +93,7 @@ fn installed(lab: &Lab) -> Result<()> {
     fs::write(file, xml)?;
     virsh_ok(&["define", file])?;
     let uuid = virsh_ok(&["domuuid", "installed"])?.trim().to_owned();
-    let guest = Guest { spec, uuid };
+    let guest = Guest::known(spec, uuid);
     let attach = ["attach", "installed", "--local-ratio", "0.5", "--server"];
     lab.host
         .outram_ok(&[&attach[..], &[&server.address]].concat())?;
