@@ -8,6 +8,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::domain_xml::DomainXml;
+
 /// Our rules.
 pub const RULES: &str = include_str!("../apparmor/libvirt-qemu.d-outram");
 
@@ -71,9 +73,49 @@ pub fn is_enabled() -> bool {
     read(Path::new(ENABLED)).trim() == "Y"
 }
 
+/// What keeps AppArmor from letting this domain's QEMU be paged, in words. libvirt confines QEMU
+/// where it is confined itself, and the domain's definition does not say otherwise.
+pub fn hindrance(domain: &DomainXml) -> Option<String> {
+    if !is_enabled() || !confines(domain) || !parent_is_confined() {
+        return None;
+    }
+    AppArmor::below(Path::new("/"))?.lacks()
+}
+
+/// Whether a domain's definition leaves it to AppArmor.
+fn confines(domain: &DomainXml) -> bool {
+    !domain
+        .children(domain.domain(), "seclabel")
+        .into_iter()
+        .any(|label| {
+            let of_apparmor = matches!(domain.attribute(label, "model"), None | Some("apparmor"));
+            of_apparmor && domain.attribute(label, "type") == Some("none")
+        })
+}
+
+/// Whether the process that called us, libvirt's daemon, has a profile that is enforced.
+fn parent_is_confined() -> bool {
+    let parent = std::os::unix::process::parent_id();
+    read(Path::new(&format!("/proc/{parent}/attr/current"))).contains("(enforce)")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_domain_may_be_left_unconfined() {
+        for (label, confined) in [
+            ("", true),
+            ("<seclabel type='none' model='dac'/>", true),
+            ("<seclabel type='dynamic' model='apparmor'/>", true),
+            ("<seclabel type='none' model='apparmor'/>", false),
+            ("<seclabel type='none'/>", false),
+        ] {
+            let domain = DomainXml::parse(&format!("<domain>{label}</domain>"));
+            assert_eq!(confines(&domain.expect("well-formed")), confined, "{label}");
+        }
+    }
 
     fn host(libvirts: &str) -> (tempfile::TempDir, AppArmor) {
         let root = tempfile::tempdir().expect("a directory");

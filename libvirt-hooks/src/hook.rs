@@ -24,6 +24,7 @@ use std::{fs, io};
 use outram_wire::control::Phase;
 use outram_wire::incoming::Incoming;
 
+use crate::apparmor;
 use crate::arrival::{self, Caller};
 use crate::backend_control::BackendControl;
 use crate::domain_xml::{DomainXml, DomainXmlError};
@@ -56,6 +57,11 @@ pub enum HookError {
     /// The kernel may put huge pages into shared memory.
     #[error("{}", list(.0))]
     HugeShmem(Vec<HugeShmem>),
+    /// AppArmor would keep QEMU from connecting to its backend.
+    #[error(
+        "AppArmor confines QEMU, and its rules do not allow what paging needs: {0}; 'outram setup' puts them in place"
+    )]
+    AppArmor(String),
     /// The host's settings.
     #[error(transparent)]
     Settings(#[from] SettingsError),
@@ -192,6 +198,9 @@ fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
     let refusals = refusal::check(&domain, &paths.run)?;
     if !refusals.is_empty() {
         return Err(HookError::Refused(refusals));
+    }
+    if let Some(lacking) = apparmor::hindrance(&domain) {
+        return Err(HookError::AppArmor(lacking));
     }
     if settings.servers.is_empty() && HostSettings::read(&paths.config)?.servers.is_empty() {
         return Err(HookError::NoServer(paths.config.clone()));
