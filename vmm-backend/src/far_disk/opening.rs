@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, unbounded};
 use outram_wire::causes::with_causes;
@@ -17,21 +18,40 @@ use crate::remote::{DiskOpening, RemoteError, Session, SessionEvent};
 
 /// Most blocks whose entries are loaded at once.
 const MOST_LOADED: u32 = 32 * 1024;
+/// How long a server may take to notice that a former backend of the guest has ended.
+const FORMER_USER: Duration = Duration::from_secs(5);
 
 /// Makes a new, empty disk; what a parked one of the same name holds is dropped.
 pub(super) fn create(config: &FarDiskConfig, identity: &Identity) -> Result<Store, DiskError> {
     let parts = config.remote.addresses.len() as u32;
-    let lines = connect(config, identity, |part| {
+    let opening = |part| {
         Opening::Create(DiskShape {
             bytes: config.size_bytes,
             part,
             parts,
         })
-    })?;
+    };
+    let patience = Instant::now() + FORMER_USER;
+    let lines = loop {
+        match connect(config, identity, opening) {
+            Err(error) if is_still_left(&error) && Instant::now() < patience => {
+                std::thread::sleep(super::RETRY);
+            }
+            connected => break connected?,
+        }
+    };
     let store = reserve(config, identity, lines);
     store
         .inspect_err(|(lines, _)| give_up(lines))
         .map_err(|(_, error)| error)
+}
+
+/// Whether a server may only not have noticed yet that the backend before us has ended.
+fn is_still_left(error: &DiskError) -> bool {
+    let DiskError::Remote(RemoteError::Refused { refusal, .. }) = error else {
+        return false;
+    };
+    matches!(refusal, Refusal::DiskInUse { .. } | Refusal::SessionBusy)
 }
 
 /// What could not be made in full is not to lie about.
