@@ -95,8 +95,9 @@ impl Daemon {
     pub(super) fn end(&self, guest: &Guest) {
         self.set_stage(Stage::Ending);
         guest.pager.end();
-        // A guest that used its disk to the last was neither saved nor moved. One whose disk was
-        // stopped first may have been: the next start knows, and drops what it does not need.
+        // A guest that used its disk to the last was neither saved nor moved: its QEMU crashed or was
+        // killed. One whose disk was stopped first may have been, or was shut down or destroyed: the
+        // next start knows, and drops what it does not need.
         self.end_disk(!guest.device.is_driven());
     }
 
