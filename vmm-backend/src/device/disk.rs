@@ -25,7 +25,7 @@ pub(super) struct Disk {
 
 enum Contents {
     /// Nothing but this first sector.
-    Channel([u8; SECTOR_BYTES as usize]),
+    Channel(Box<[u8; SECTOR_BYTES as usize]>),
     /// What the guest writes.
     Far(Arc<FarDisk>),
 }
@@ -48,7 +48,7 @@ impl Disk {
         copy_start(&mut serial, format!("outram-{digits}").as_bytes());
         let contents = match far {
             Some(far) => Contents::Far(far),
-            None => Contents::Channel(label(vm)),
+            None => Contents::Channel(Box::new(label(vm))),
         };
         Self { contents, serial }
     }

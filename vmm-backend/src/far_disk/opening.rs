@@ -40,10 +40,16 @@ pub(super) fn create(config: &FarDiskConfig, identity: &Identity) -> Result<Stor
             connected => break connected?,
         }
     };
-    let store = reserve(config, identity, lines);
-    store
-        .inspect_err(|(lines, _)| give_up(lines))
-        .map_err(|(_, error)| error)
+    match reserve(config, &lines) {
+        Ok(layout) => {
+            let (extents, tags) = (Extents::default(), identity.tags.clone());
+            Ok(Store::new(layout, lines, tags, extents, 1, 0))
+        }
+        Err(error) => {
+            give_up(&lines);
+            Err(error)
+        }
+    }
 }
 
 /// Whether a server may only not have noticed yet that the backend before us has ended.
@@ -67,24 +73,14 @@ fn give_up(lines: &[Line]) {
 }
 
 /// Sets the room for all of the disk aside.
-fn reserve(
-    config: &FarDiskConfig,
-    identity: &Identity,
-    lines: Vec<Line>,
-) -> Result<Store, (Vec<Line>, DiskError)> {
-    let layout = match layout(config, &lines) {
-        Ok(layout) => layout,
-        Err(error) => return Err((lines, error)),
-    };
+fn reserve(config: &FarDiskConfig, lines: &[Line]) -> Result<Layout, DiskError> {
+    let layout = layout(config, lines)?;
     let each = u64::from(layout.extents().div_ceil(lines.len() as u32));
-    for line in &lines {
+    for line in lines {
         let slab_bytes = line.session.status().slab_bytes;
-        if let Err(error) = line.session.reserve(each * slab_bytes) {
-            return Err((lines, error.into()));
-        }
+        line.session.reserve(each * slab_bytes)?;
     }
-    let (extents, tags) = (Extents::default(), identity.tags.clone());
-    Ok(Store::new(layout, lines, tags, extents, 1, 0))
+    Ok(layout)
 }
 
 /// Claims the disk as it was left, and loads which of its blocks are written.
