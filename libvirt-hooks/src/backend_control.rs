@@ -174,6 +174,15 @@ impl BackendControl {
             {
                 ControlError::Silent(path, self.timeout)
             }
+            // It ended with our question unread.
+            FrameError::Io(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+                ) =>
+            {
+                ControlError::Closed(path)
+            }
             _ => ControlError::Frame { path, source },
         }
     }

@@ -392,14 +392,26 @@ pub fn clear_abandoned(run_dir: &Path) {
     }
 }
 
+/// How an earlier backend is; `None` if there is none.
+fn ask_earlier(control: &BackendControl) -> Result<Option<Box<Status>>, LaunchError> {
+    let deadline = Instant::now() + END_TIMEOUT;
+    loop {
+        match control.status() {
+            Ok(status) => return Ok(Some(status)),
+            Err(ControlError::NotRunning(_)) => return Ok(None),
+            // It ended between our call and its answer: called again, it is gone.
+            Err(ControlError::Closed(_)) if Instant::now() < deadline => sleep(POLL_INTERVAL),
+            // It cannot be told whether a guest depends on it, so it is left alone.
+            Err(error) => return Err(LaunchError::Unusable(error)),
+        }
+    }
+}
+
 /// Ends a backend of an earlier start, unless a QEMU still lives on it.
 fn end_earlier(run_dir: &Path) -> Result<(), LaunchError> {
     let control = BackendControl::of(run_dir);
-    let status = match control.status() {
-        Ok(status) => status,
-        Err(ControlError::NotRunning(_)) => return Ok(()),
-        // It cannot be told whether a guest depends on it, so it is left alone.
-        Err(error) => return Err(LaunchError::Unusable(error)),
+    let Some(status) = ask_earlier(&control)? else {
+        return Ok(());
     };
     if let Some(qemu) = living_qemu(&status) {
         return Err(LaunchError::StillServing {

@@ -15,7 +15,7 @@ use support::{RUN, assert_golden, canonical, golden};
 const DOMAINS: [&str; 8] = [
     "virt-install",
     "virt-manager",
-    "nova",
+    "nova-plain",
     "numa",
     "tuned",
     "i440fx",

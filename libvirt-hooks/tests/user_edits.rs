@@ -253,7 +253,7 @@ fn settled(domain: &mut DomainXml) -> String {
 const GOLDEN: [&str; 8] = [
     "virt-install",
     "virt-manager",
-    "nova",
+    "nova-plain",
     "numa",
     "tuned",
     "i440fx",

@@ -42,7 +42,13 @@ fn stored(lab: &Lab) -> Result<()> {
     let mut seen = 0;
     for entry in fs::read_dir(golden())? {
         let path = entry?.path();
-        if path.extension().is_none_or(|extension| extension != "xml") {
+        let is_xml = path.extension().is_some_and(|extension| extension == "xml");
+        // Those of oVirt and KubeVirt are never stored: they are started as they are, with machine
+        // types of their own, and keep less strictly to libvirt's schema than a definition must.
+        let is_started_only = ["ovirt.xml", "kubevirt.xml"]
+            .iter()
+            .any(|name| path.ends_with(name));
+        if !is_xml || is_started_only {
             continue;
         }
         seen += 1;
