@@ -100,6 +100,10 @@ impl Gate {
                     continue;
                 };
                 let mut carried = carrying.lock().expect("no panic under the lock");
+                // Shut since it was accepted: what is not carried yet would not be cut.
+                if is_shut.load(Ordering::SeqCst) {
+                    continue;
+                }
                 for (from, to) in [(&near, &far), (&far, &near)] {
                     let from = from.try_clone().expect("a descriptor");
                     let to = to.try_clone().expect("a descriptor");
