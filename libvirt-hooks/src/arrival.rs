@@ -4,7 +4,7 @@
 //! libvirt calls the hook once for each, and nothing in the XML of `prepare` tells. The note lies
 //! beside the guest's run directory, is taken away by the `prepare` that it was made for, and by
 //! `release`. Where an arrival fails before either, the note is of no use to anybody: a later start
-//! does not heed one that another libvirtd left, or that is older than [`NOTE_LIFE`].
+//! does not heed one that another libvirtd left, or that is older than `NOTE_LIFE`.
 
 use std::fs;
 use std::io;

@@ -25,6 +25,8 @@ const SERVERS_ANNOTATION: &str = "outram.dev/servers";
 /// The annotation 'outram.dev/local' of the instance says how much of its memory may lie on the node
 /// (0.5 or 512MiB); without it the XML is printed as it came. The annotation 'outram.dev/servers'
 /// names memory servers (HOST[:PORT], with commas between).
+// The text is help for people: a bracket is no link.
+#[allow(rustdoc::broken_intra_doc_links)]
 #[derive(Debug, Parser)]
 #[command(name = "outram-kubevirt-sidecar", version, max_term_width = 100)]
 pub struct SidecarArguments {

@@ -40,6 +40,8 @@ const FLAVORS: &str = "/etc/outram/nova.toml";
 /// between); without it those of /etc/outram/backend.toml are used. A Nova that does not write extra
 /// specs into the XML's metadata writes the flavor's name: the file of flavors then has a table for
 /// it, such as [flavors."m1.large"] with the keys 'local' and 'servers'.
+// The text is help for people: a bracket is no link.
+#[allow(rustdoc::broken_intra_doc_links)]
 #[derive(Debug, Parser)]
 #[command(name = "outram-nova-filter", version, max_term_width = 100)]
 pub struct FilterArguments {

@@ -35,6 +35,8 @@ const ABORT: u8 = 2;
 /// The custom property 'outram' of the virtual machine says how much of its memory may lie on the
 /// host (0.5 or 512MiB); without it nothing is done. The property 'outram_servers' names memory
 /// servers (HOST[:PORT], with commas between); without it those of /etc/outram/backend.toml are used.
+// The text is help for people: a bracket is no link.
+#[allow(rustdoc::broken_intra_doc_links)]
 #[derive(Debug, Parser)]
 #[command(name = "outram-vdsm-hook", version, max_term_width = 100)]
 pub struct VdsmArguments {}
