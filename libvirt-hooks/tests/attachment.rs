@@ -9,19 +9,7 @@ use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::metadata::{self, Addition};
 use outram_libvirt::refusal;
 use outram_wire::units::{Limit, LocalRatio};
-use support::{RUN, assert_golden, canonical, golden};
-
-/// As virt-install, virt-manager and Nova write them, and by hand.
-const DOMAINS: [&str; 8] = [
-    "virt-install",
-    "virt-manager",
-    "nova-plain",
-    "numa",
-    "tuned",
-    "i440fx",
-    "backed",
-    "odd",
-];
+use support::{DOMAINS, RUN, assert_golden, canonical, golden};
 
 fn parse(text: &str) -> DomainXml {
     DomainXml::parse(text).expect("a domain")

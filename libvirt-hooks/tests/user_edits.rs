@@ -13,7 +13,7 @@ use outram_libvirt::refusal;
 use outram_wire::units::{Limit, LocalRatio};
 use proptest::collection::vec;
 use proptest::prelude::*;
-use support::{RUN, canonical, golden};
+use support::{DOMAINS, RUN, canonical, golden};
 use xot::Node;
 
 /// What a user may do to a domain while it is attached.
@@ -250,17 +250,6 @@ fn settled(domain: &mut DomainXml) -> String {
     canonical(&text_of(domain))
 }
 
-const GOLDEN: [&str; 8] = [
-    "virt-install",
-    "virt-manager",
-    "nova-plain",
-    "numa",
-    "tuned",
-    "i440fx",
-    "backed",
-    "odd",
-];
-
 fn each_kind() -> Vec<Vec<Edit>> {
     vec![
         vec![],
@@ -284,7 +273,7 @@ fn each_kind() -> Vec<Vec<Edit>> {
 
 #[test]
 fn each_edit_of_each_golden_domain_stays() {
-    for name in GOLDEN {
+    for name in DOMAINS {
         let before = golden(&format!("{name}.xml"));
         for edits in each_kind() {
             demand_edits_alone_stay(&before, &edits);

@@ -10,7 +10,7 @@ use client::{Client, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
 use outram_wire::pki::Issued;
 use outram_wire::server::data::{Op, Status};
 use outram_wire::server::{
-    DiskId, DiskShape, Opening, Purpose, Refusal, Reply, Request, SessionSecret,
+    DiskId, DiskShape, Opening, Purpose, Refusal, Reply, Request, SessionSecret, SlabId,
 };
 use outram_wire::tls::Kind;
 
@@ -36,6 +36,14 @@ fn open(
         opening,
     };
     Client::for_purpose(server, identity, purpose)
+}
+
+/// A new disk with one slab.
+fn created_with_slab(server: SocketAddr, pki: &Pki) -> (Client, SlabId) {
+    let mut client = open(server, &pki.client, 1, Opening::Create(SHAPE)).expect("created");
+    client.ask(Request::Reserve { bytes: SLAB });
+    let slab = client.lease();
+    (client, slab)
 }
 
 fn refusal(result: Result<Client, Refusal>) -> Refusal {
@@ -96,9 +104,7 @@ fn the_latest_claim_wins_and_the_former_writes_no_more() {
     let pki = Pki::new();
     let server = server(&pki, 4, |_| {});
     let at = server.local_addr();
-    let mut first = open(at, &pki.client, 1, Opening::Create(SHAPE)).expect("created");
-    first.ask(Request::Reserve { bytes: SLAB });
-    let slab = first.lease();
+    let (mut first, slab) = created_with_slab(at, &pki);
     let mut data = first.data();
     data.write(slab, 0, b"before");
     let other = pki.issue(Kind::Client, "other");
@@ -134,9 +140,7 @@ fn created_anew_or_left_for_good_it_is_empty() {
     let pki = Pki::new();
     let server = server(&pki, 4, |_| {});
     let at = server.local_addr();
-    let mut first = open(at, &pki.client, 1, Opening::Create(SHAPE)).expect("created");
-    first.ask(Request::Reserve { bytes: SLAB });
-    let slab = first.lease();
+    let (first, slab) = created_with_slab(at, &pki);
     let former = claim_of(&first);
     drop(first);
     eventually("the disk is parked", || {
@@ -160,9 +164,7 @@ fn only_its_last_host_lists_and_drops_a_parked_disk() {
     let pki = Pki::new();
     let server = server(&pki, 4, |_| {});
     let at = server.local_addr();
-    let mut user = open(at, &pki.client, 1, Opening::Create(SHAPE)).expect("created");
-    user.ask(Request::Reserve { bytes: SLAB });
-    user.lease();
+    let (user, _) = created_with_slab(at, &pki);
     let observer =
         |identity| Client::for_purpose(at, identity, Purpose::Observe).expect("admitted");
     let other = pki.issue(Kind::Client, "other");
@@ -207,9 +209,7 @@ fn a_write_that_is_cut_off_leaves_what_was_there() {
     let pki = Pki::new();
     let server = server(&pki, 4, |_| {});
     let at = server.local_addr();
-    let mut user = open(at, &pki.client, 1, Opening::Create(SHAPE)).expect("created");
-    user.ask(Request::Reserve { bytes: SLAB });
-    let slab = user.lease();
+    let (mut user, slab) = created_with_slab(at, &pki);
     let mut data = user.data();
     let before = vec![1; 300_000];
     data.write(slab, 0, &before);

@@ -13,6 +13,18 @@ use xot::{Node, Xot};
 /// The run directory that golden domains name.
 pub(crate) const RUN: &str = "/run/outram";
 
+/// The golden domains: as virt-install, virt-manager and Nova write them, and by hand.
+pub(crate) const DOMAINS: [&str; 8] = [
+    "virt-install",
+    "virt-manager",
+    "nova-plain",
+    "numa",
+    "tuned",
+    "i440fx",
+    "backed",
+    "odd",
+];
+
 /// A file of `tests/golden`.
 pub(crate) fn golden_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -28,6 +28,19 @@ impl Finished {
     pub fn said(&self) -> String {
         format!("{}{}", self.stdout, self.stderr)
     }
+
+    /// What it printed to its standard output; an error unless it ended with status 0.
+    pub fn demand_success(self) -> Result<String> {
+        if !self.success() {
+            bail!(
+                "'{}' ended with status {:?}: {}",
+                self.line,
+                self.code,
+                self.said().trim()
+            );
+        }
+        Ok(self.stdout)
+    }
 }
 
 /// Status of coreutils' `timeout` when time was up.
@@ -66,16 +79,7 @@ pub fn run_within(limit: Duration, program: &str, arguments: &[&str]) -> Result<
 
 /// Runs a program that must succeed; returns its standard output.
 pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
-    let finished = run_within(Duration::from_secs(60), program, arguments)?;
-    if !finished.success() {
-        bail!(
-            "'{}' ended with status {:?}: {}",
-            finished.line,
-            finished.code,
-            finished.said().trim()
-        );
-    }
-    Ok(finished.stdout)
+    run_within(Duration::from_secs(60), program, arguments)?.demand_success()
 }
 
 /// Waits until `probe` gives a value; asks every 50 ms. `what` completes "waited … for …".

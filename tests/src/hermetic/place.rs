@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use super::command::{Finished, run_within};
 
@@ -66,16 +66,8 @@ impl Place {
 
     /// Runs a program there, which must succeed; returns what it printed.
     pub fn run_ok(&self, program: &str, arguments: &[&str]) -> Result<String> {
-        let finished = self.run_within(Duration::from_secs(120), program, arguments)?;
-        if !finished.success() {
-            bail!(
-                "'{}' ended with status {:?}: {}",
-                finished.line,
-                finished.code,
-                finished.said().trim()
-            );
-        }
-        Ok(finished.stdout)
+        self.run_within(Duration::from_secs(120), program, arguments)?
+            .demand_success()
     }
 
     /// Runs `virsh` there and returns how it ended.
