@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$PWD/target/images
-modules="virtio_pci virtio_blk virtio_balloon virtio_console crc32c_generic ext4"
+modules="virtio_pci virtio_blk virtio_balloon virtio_console virtio_mem crc32c_generic ext4"
 
 fail() { echo "images/build.sh: $*" >&2; exit 1; }
 need() { command -v "$1" >/dev/null || fail "'$1' is missing: install the package $2"; }

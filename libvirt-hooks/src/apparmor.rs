@@ -4,9 +4,17 @@
 //! Our rules are a file of their own in `abstractions/libvirt-qemu.d`. Newer libvirt includes that
 //! folder by itself; for an older one a line in the site's own `local/abstractions/libvirt-qemu`
 //! does. libvirt reads both at each start of a domain, so nothing is to be reloaded.
+//!
+//! libvirt's daemon is confined too, and starts programs of the system's own folders alone: where the
+//! hook lies elsewhere, as in /usr/local/bin, a line in the site's additions to the daemon's profile
+//! lets it. Without, no domain of the host could be started. That profile is to be reloaded.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use outram_wire::units::VmId;
 
 use crate::domain_xml::DomainXml;
 
@@ -21,11 +29,27 @@ const LIBVIRTS_RULES: &str = "etc/apparmor.d/abstractions/libvirt-qemu";
 const SITES_RULES: &str = "etc/apparmor.d/local/abstractions/libvirt-qemu";
 const OUR_RULES: &str = "etc/apparmor.d/abstractions/libvirt-qemu.d/outram";
 
+/// Profiles of the daemons that start the hook, below `etc/apparmor.d`, and in its folder `local`
+/// the site's additions to them.
+const DAEMONS: [&str; 2] = ["usr.sbin.libvirtd", "usr.sbin.virtqemud"];
+
+/// Folders whose programs those profiles let the daemons start.
+const PROGRAM_FOLDERS: [&str; 4] = ["/bin", "/sbin", "/usr/bin", "/usr/sbin"];
+
+/// What our lines in the site's additions end with.
+const OUR_MARK: &str = " # by 'outram setup'";
+
 /// How a folder is mentioned by libvirt itself.
 const OUR_FOLDER: &str = "abstractions/libvirt-qemu.d";
 
 /// The kernel's word on whether AppArmor is in force.
 const ENABLED: &str = "/sys/module/apparmor/parameters/enabled";
+
+/// The profiles that the kernel has, a line each: `NAME (MODE)`.
+const LOADED: &str = "/sys/kernel/security/apparmor/profiles";
+
+/// Where libvirt writes those of guests.
+const GUEST_PROFILES: &str = "/etc/apparmor.d/libvirt";
 
 /// libvirt's AppArmor files below a root.
 #[derive(Clone, Debug)]
@@ -35,6 +59,59 @@ pub struct AppArmor {
     /// The site's own additions to libvirt's rules.
     pub site: PathBuf,
     libvirts: PathBuf,
+    /// The daemons' profiles that are installed.
+    pub daemons: Vec<DaemonProfile>,
+}
+
+/// The profile of a daemon of libvirt.
+#[derive(Clone, Debug)]
+pub struct DaemonProfile {
+    /// libvirt's file.
+    pub profile: PathBuf,
+    /// The site's own additions to it.
+    pub site: PathBuf,
+}
+
+impl DaemonProfile {
+    fn below(root: &Path, name: &str) -> Option<Self> {
+        let folder = root.join("etc/apparmor.d");
+        let profile = folder.join(name);
+        profile.is_file().then(|| Self {
+            profile,
+            site: folder.join("local").join(name),
+        })
+    }
+
+    /// The site's additions as they are, and as they are to be for the daemon to start the hook
+    /// `program`; `None` where the hook is gone.
+    pub fn additions(&self, program: Option<&Path>) -> (String, String) {
+        let found = read(&self.site);
+        let others = found.lines().filter(|line| !line.ends_with(OUR_MARK));
+        let ours = program.and_then(rule_to_start);
+        let wanted = others
+            .map(str::to_owned)
+            .chain(ours)
+            .map(|line| line + "\n")
+            .collect();
+        (found, wanted)
+    }
+}
+
+/// The line that lets a daemon start a program, unconfined; `None` where libvirt's own rules do.
+fn rule_to_start(program: &Path) -> Option<String> {
+    let folder = program.parent()?.to_str()?;
+    if PROGRAM_FOLDERS.contains(&folder) {
+        return None;
+    }
+    let mut path = String::new();
+    for character in program.to_str()?.chars() {
+        // What means something in AppArmor's patterns, or ends the quotation.
+        if "*?[]{}^\"\\".contains(character) {
+            path.push('\\');
+        }
+        path.push(character);
+    }
+    Some(format!("\"{path}\" PUx,{OUR_MARK}"))
 }
 
 impl AppArmor {
@@ -45,6 +122,10 @@ impl AppArmor {
             rules: root.join(OUR_RULES),
             site: root.join(SITES_RULES),
             libvirts,
+            daemons: DAEMONS
+                .iter()
+                .filter_map(|name| DaemonProfile::below(root, name))
+                .collect(),
         })
     }
 
@@ -61,6 +142,18 @@ impl AppArmor {
         }
         let included = self.is_included_by_libvirt() || read(&self.site).contains(OUR_FOLDER);
         (!included).then(|| format!("{} does not include our rules", self.site.display()))
+    }
+
+    /// What keeps libvirt's daemon from starting the hook, in words; `None` if nothing.
+    pub fn keeps_from(&self, hook: &Path) -> Option<String> {
+        let rule = rule_to_start(hook)?;
+        let lacking = |daemon: &&DaemonProfile| !read(&daemon.site).contains(&rule);
+        let daemon = self.daemons.iter().find(lacking)?;
+        Some(format!(
+            "{} does not let libvirt start {}: no domain of this host could be started",
+            daemon.site.display(),
+            hook.display()
+        ))
     }
 }
 
@@ -80,6 +173,74 @@ pub fn hindrance(domain: &DomainXml) -> Option<String> {
         return None;
     }
     AppArmor::below(Path::new("/"))?.lacks()
+}
+
+/// The profile of one guest, which libvirt wrote and loaded when the guest started: perhaps before our
+/// rules were in place.
+#[derive(Clone, Debug)]
+pub struct GuestProfile {
+    file: PathBuf,
+}
+
+/// Why a guest that runs cannot be let do what the hand-over needs.
+#[derive(Debug, thiserror::Error)]
+pub enum ProfileError {
+    /// It would be refused the connection to its backend, and wait for it without end.
+    #[error(
+        "AppArmor confines the guest's QEMU, and its rules do not allow what paging needs: {0}; 'outram setup' puts them in place"
+    )]
+    Lacks(String),
+    /// The kernel was not told.
+    #[error("cannot run apparmor_parser, of the package apparmor")]
+    NoParser(#[source] io::Error),
+    /// The kernel was told, and refused.
+    #[error("apparmor_parser does not load {file}: {said}")]
+    NotLoaded {
+        /// The profile.
+        file: PathBuf,
+        /// What it said.
+        said: String,
+    },
+}
+
+impl GuestProfile {
+    /// That of a guest that runs confined; `None` if it does not.
+    pub fn of_running(vm: VmId) -> Option<Self> {
+        let name = format!("libvirt-{vm}");
+        let in_force = format!("{name} (enforce)");
+        let found = read(Path::new(LOADED)).lines().any(|line| line == in_force);
+        found.then(|| Self {
+            file: Path::new(GUEST_PROFILES).join(name),
+        })
+    }
+
+    /// Whether our rules are in place for it to be loaded with.
+    pub fn check(&self) -> Result<(), ProfileError> {
+        let lacking = AppArmor::below(Path::new("/")).and_then(|found| found.lacks());
+        lacking.map_or(Ok(()), |lacking| Err(ProfileError::Lacks(lacking)))
+    }
+
+    /// Loads it again, with our rules as they are now.
+    pub fn renew(&self) -> Result<(), ProfileError> {
+        load(&self.file)
+    }
+}
+
+/// Loads a profile in place of what was loaded under its name.
+pub fn load(profile: &Path) -> Result<(), ProfileError> {
+    let output = Command::new("apparmor_parser")
+        .arg("--replace")
+        .arg(profile)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(ProfileError::NoParser)?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(ProfileError::NotLoaded {
+        file: profile.to_owned(),
+        said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+    })
 }
 
 /// Whether a domain's definition leaves it to AppArmor.
@@ -146,6 +307,34 @@ mod tests {
         let (_root, found) = host("include if exists <abstractions/libvirt-qemu.d>\n");
         fs::write(&found.rules, RULES).expect("written");
         assert_eq!(found.lacks(), None);
+    }
+
+    #[test]
+    fn a_daemon_is_let_start_a_hook_of_another_folder() {
+        let (root, _) = host("");
+        let profile = root.path().join("etc/apparmor.d/usr.sbin.libvirtd");
+        fs::write(profile, "include if exists <local/usr.sbin.libvirtd>\n").expect("written");
+        let found = AppArmor::below(root.path()).expect("libvirt's rules");
+        let [daemon] = &found.daemons[..] else {
+            panic!("{:?}", found.daemons);
+        };
+        fs::write(&daemon.site, "/srv/mine r,").expect("written");
+        let ours = Path::new("/usr/bin/outram-libvirt-hook");
+        assert_eq!(found.keeps_from(ours), None);
+        assert_eq!(daemon.additions(Some(ours)).1, "/srv/mine r,\n");
+
+        let elsewhere = Path::new("/opt/a{b/outram-libvirt-hook");
+        assert!(found.keeps_from(elsewhere).is_some());
+        for _ in 0..2 {
+            let (_, wanted) = daemon.additions(Some(elsewhere));
+            assert_eq!(
+                wanted,
+                "/srv/mine r,\n\"/opt/a\\{b/outram-libvirt-hook\" PUx, # by 'outram setup'\n"
+            );
+            fs::write(&daemon.site, wanted).expect("written");
+        }
+        assert_eq!(found.keeps_from(elsewhere), None);
+        assert_eq!(daemon.additions(None).1, "/srv/mine r,\n");
     }
 
     #[test]

@@ -116,6 +116,49 @@ pub fn attach(
     Ok(changes)
 }
 
+/// What a domain that runs is attached with; its memory stays backed as it is.
+pub struct RunningAttachment {
+    /// The disk to be plugged in.
+    pub disk: String,
+    /// The settings, without namespace as libvirt puts them into ours.
+    pub settings: String,
+    /// What changes.
+    pub changes: Vec<Change>,
+}
+
+/// Adds disk and settings to the XML of a running domain.
+pub fn attach_running(
+    domain: &mut DomainXml,
+    run_dir: &Path,
+    request: &AttachRequest,
+) -> Result<RunningAttachment, AttachmentError> {
+    let mut settings = MemorySettings {
+        limit: request.limit,
+        servers: request.servers.clone(),
+        disk: request.disk.applied(None),
+        added: Vec::new(),
+    };
+    let mut changes = Vec::new();
+    put_disk(domain, run_dir, &mut changes)?;
+    write_settings(domain, None, &mut settings, &mut changes)?;
+    // libvirt alone sees to the <metadata> around the settings of a running domain.
+    settings.added.clear();
+    let disk = our_disks(domain, run_dir);
+    let disk = disk.first().ok_or(DomainXmlError::Missing("disk"))?;
+    Ok(RunningAttachment {
+        disk: domain.show(*disk),
+        settings: metadata::to_plain_text(&settings)?,
+        changes,
+    })
+}
+
+/// The disk of a running domain that is to be unplugged, as libvirt knows it, if it is there.
+pub fn running_disk(domain: &DomainXml, run_dir: &Path) -> Option<(String, Change)> {
+    let disk = our_disks(domain, run_dir).first().copied()?;
+    let what = format!("disk {}", target_name(domain, disk));
+    Some((domain.show(disk), change('-', what)))
+}
+
 fn share_memory(
     domain: &mut DomainXml,
     added: &mut Vec<Addition>,
@@ -314,7 +357,7 @@ pub fn note_controllers(
     Ok((settings.added.len() > count).then_some(settings))
 }
 
-fn pci_controllers(domain: &DomainXml) -> Vec<(u32, Node)> {
+pub(crate) fn pci_controllers(domain: &DomainXml) -> Vec<(u32, Node)> {
     domain
         .devices("controller")
         .into_iter()
@@ -403,7 +446,7 @@ fn remove_controllers(
     }
 }
 
-fn bus_in_use(domain: &DomainXml, index: u32) -> bool {
+pub(crate) fn bus_in_use(domain: &DomainXml, index: u32) -> bool {
     let Some(devices) = domain.find(&["devices"]) else {
         return false;
     };

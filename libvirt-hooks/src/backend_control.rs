@@ -16,6 +16,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 /// silence means that it does not run.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// How long the release of a guest's memory may take: half a minute for what the disk has in work,
+/// and as much for closing the userfaultfds in QEMU.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// Why a backend gave no usable answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
@@ -102,8 +106,22 @@ impl BackendControl {
         self.command(Request::Stop)
     }
 
+    /// Has the backend bring every page home, for as long as what is returned lives.
+    pub fn bring_home(&self) -> Result<Homecoming, ControlError> {
+        let homecoming = Homecoming {
+            stream: self.open()?,
+            control: self.clone(),
+        };
+        self.done(self.ask_on(&homecoming.stream, Request::BringHome)?)?;
+        Ok(homecoming)
+    }
+
     fn command(&self, request: Request) -> Result<(), ControlError> {
-        match self.ask(request)? {
+        self.done(self.ask(request)?)
+    }
+
+    fn done(&self, reply: Reply) -> Result<(), ControlError> {
+        match reply {
             Reply::Done => Ok(()),
             other => Err(self.refusal(other)),
         }
@@ -119,14 +137,22 @@ impl BackendControl {
     }
 
     fn ask(&self, request: Request) -> Result<Reply, ControlError> {
-        let mut stream = self.connect().map_err(|e| self.not_connected(e))?;
+        self.ask_on(&self.open()?, request)
+    }
+
+    fn open(&self) -> Result<UnixStream, ControlError> {
+        let stream = self.connect().map_err(|e| self.not_connected(e))?;
+        stream
+            .set_read_timeout(Some(self.timeout))
+            .map_err(|e| self.broken(e.into()))?;
+        Ok(stream)
+    }
+
+    fn ask_on(&self, mut stream: &UnixStream, request: Request) -> Result<Reply, ControlError> {
         let envelope = Envelope {
             version: CONTROL_VERSION,
             request,
         };
-        stream
-            .set_read_timeout(Some(self.timeout))
-            .map_err(|e| self.broken(e.into()))?;
         write_frame(&mut stream, &envelope).map_err(|e| self.broken(e))?;
         read_frame(&mut stream)
             .map_err(|e| self.broken(e))?
@@ -185,5 +211,33 @@ impl BackendControl {
             }
             _ => ControlError::Frame { path, source },
         }
+    }
+}
+
+/// A guest's memory on its way home. Where this is dropped before [`Homecoming::release`], or its
+/// process ends, the backend goes on serving the guest at its limit.
+#[derive(Debug)]
+pub struct Homecoming {
+    control: BackendControl,
+    stream: UnixStream,
+}
+
+impl Homecoming {
+    /// How far it has come. To be asked at least every few seconds: the backend takes a longer
+    /// silence for the end of whoever asked.
+    pub fn status(&self) -> Result<Box<Status>, ControlError> {
+        match self.control.ask_on(&self.stream, Request::Status)? {
+            Reply::Status(status) => Ok(status),
+            other => Err(self.control.refusal(other)),
+        }
+    }
+
+    /// Leaves the guest's memory to the kernel, now that every page is home.
+    pub fn release(self) -> Result<(), ControlError> {
+        self.stream
+            .set_read_timeout(Some(RELEASE_TIMEOUT))
+            .map_err(|e| self.control.broken(e.into()))?;
+        let reply = self.control.ask_on(&self.stream, Request::Release)?;
+        self.control.done(reply)
     }
 }

@@ -1,15 +1,21 @@
 //! The `outram` command line: its arguments, and one module for each subcommand.
 
+mod affect;
 pub mod attach;
 pub mod completion;
+pub mod disk;
 pub mod doctor;
+mod domain_checks;
 mod host_checks;
+mod live;
 pub mod metrics;
 mod output;
 pub mod pki;
+mod progress;
 pub mod report;
 pub mod setup;
 pub mod status;
+mod table;
 pub mod top;
 pub mod tune;
 
@@ -28,7 +34,7 @@ use outram_wire::server::ServerAddress;
 #[command(after_help = "\
 A first guest, in short:
   outram setup                              once per host, as root
-  outram attach web1 --local-ratio 0.5      the guest must be shut off
+  outram attach web1 --local-ratio 0.5      shut off; or running, with shared memory
   virsh start web1
   outram tune web1 --local-ratio 0.3        while it runs
   outram status web1")]
@@ -56,14 +62,15 @@ pub enum Command {
     Pki(pki::PkiArguments),
     /// Let a domain's memory lie partly on memory servers
     ///
-    /// The domain must be shut off. Its XML is changed as one would by hand: shared memory in a
+    /// The XML of a domain that is shut off is changed as one would by hand: shared memory in a
     /// memfd, a small vhost-user disk that the pager connects through, and the settings in its
-    /// metadata. Run again, it updates the settings.
+    /// metadata. Run again, it updates the settings. A running domain whose memory is shared already
+    /// is attached as it runs.
     Attach(attach::AttachArguments),
     /// Undo what 'attach' did to a domain
     ///
-    /// The domain must be shut off. What 'attach' added is removed; changes that you made in
-    /// between stay.
+    /// What 'attach' added is removed; changes that you made in between stay. All memory of a running
+    /// domain comes home first, which Ctrl-C calls off.
     Detach(attach::DetachArguments),
     /// Change how much of the host's memory a running domain may use
     ///
@@ -78,6 +85,11 @@ pub enum Command {
     /// Asks each backend, never libvirt's monitor, so it works while a guest stands still. Rates are
     /// of the time since the look before.
     Top(top::TopArguments),
+    /// Show the far-memory disks that memory servers keep for this host, or drop one
+    ///
+    /// Asks the servers of this host's settings and of its domains, each with a time-out.
+    #[command(subcommand)]
+    Disk(disk::DiskCommand),
     /// Print the metrics of running domains in Prometheus' text form, or serve them
     Metrics(metrics::MetricsArguments),
     /// Print a script by which a shell completes outram's command line, domains' names included
@@ -139,6 +151,7 @@ pub fn run(arguments: &Arguments) -> Result<bool> {
         Command::Tune(tune) => tune.run(uri, &paths),
         Command::Status(status) => status.run(uri, &paths),
         Command::Top(top) => top.run(&paths),
+        Command::Disk(disk) => disk.run(uri, &paths),
         Command::Metrics(metrics) => metrics.run(uri, &paths),
         Command::Completions(completions) => completions.run(),
     }

@@ -110,6 +110,25 @@ impl DomainXml {
         Ok(total.saturating_sub(not_ram))
     }
 
+    /// What its RAM may grow to by hot-plug: `<maxMemory>`, or what it has at start.
+    pub fn max_ram_bytes(&self) -> Result<u64, DomainXmlError> {
+        let at_start = self.ram_bytes()?;
+        match self.child(self.domain, "maxMemory") {
+            Some(most) => Ok(self.size_of(most, "maxMemory")?.max(at_start)),
+            None => Ok(at_start),
+        }
+    }
+
+    /// Slots for DIMMs in all, and those that are taken; `None` where no memory can be plugged.
+    pub fn memory_slots(&self) -> Option<(usize, usize)> {
+        let most = self.child(self.domain, "maxMemory")?;
+        let all = self.attribute(most, "slots")?.parse().ok()?;
+        let devices = self.devices("memory").into_iter();
+        let is_dimm = |model: &str| matches!(model, "dimm" | "nvdimm");
+        let taken = devices.filter(|device| self.attribute(*device, "model").is_some_and(is_dimm));
+        Some((all, taken.count()))
+    }
+
     /// A size as libvirt writes it: a number, and a `unit` attribute that is KiB by default.
     fn size_of(&self, node: Node, element: &'static str) -> Result<u64, DomainXmlError> {
         let unit = self.attribute(node, "unit").unwrap_or("KiB");

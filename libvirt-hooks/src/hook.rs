@@ -31,6 +31,7 @@ use crate::domain_xml::{DomainXml, DomainXmlError};
 use crate::host::{self, HostSettings, NoBackend, Paths, SettingsError};
 use crate::launch::{self, Launch, LaunchError};
 use crate::metadata::{self, MetadataError, NAMESPACE_MARK};
+use crate::page_size;
 use crate::refusal::{self, Refusal};
 use crate::shmem_thp::{self, HugeShmem};
 use crate::{process, qemu_user};
@@ -172,7 +173,11 @@ pub fn prepare(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
         return Ok(());
     };
     launch.incoming = arrival::take(&paths.run, launch.vm, Caller::of_this_process());
-    let huge = shmem_thp::find(Path::new(shmem_thp::SETTINGS));
+    // Guests on hugetlbfs have none of these.
+    let huge = match launch.page_size.is_huge() {
+        true => Vec::new(),
+        false => shmem_thp::find(Path::new(shmem_thp::SETTINGS)),
+    };
     if !huge.is_empty() {
         return Err(HookError::HugeShmem(huge));
     }
@@ -211,6 +216,8 @@ fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
         vm: domain.vm_id()?,
         name: domain.name()?,
         ram_bytes: domain.ram_bytes()?,
+        max_ram_bytes: domain.max_ram_bytes()?,
+        page_size: page_size::find(&domain).map_err(|refusal| HookError::Refused(vec![refusal]))?,
         settings,
         socket_user: qemu_user::find(&domain, &paths.qemu_conf),
         incoming: None,

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::{env, fs, io};
 
 use outram_wire::server::{AddressError, ServerAddress};
+use outram_wire::tls::TlsFiles;
 
 /// Environment variable with the backend's path; otherwise it is looked for beside our own
 /// program, then in `PATH`. libvirtd passes only few variables to its hooks, this not among them.
@@ -156,6 +157,19 @@ pub enum SettingsError {
 }
 
 impl HostSettings {
+    /// The files of this host's identity.
+    pub fn tls_files(&self) -> TlsFiles {
+        let or = |path: &Option<PathBuf>, name: &str| {
+            let usual = || Path::new("/etc/outram/pki").join(name);
+            path.clone().unwrap_or_else(usual)
+        };
+        TlsFiles {
+            ca: or(&self.tls_ca, "ca.pem"),
+            cert: or(&self.tls_cert, "client.pem"),
+            key: or(&self.tls_key, "client.key"),
+        }
+    }
+
     /// Reads the settings; a missing file is one without any.
     pub fn read(path: &Path) -> Result<Self, SettingsError> {
         match fs::read_to_string(path) {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use outram_wire::control::{Phase, Status};
 use outram_wire::incoming::Incoming;
-use outram_wire::units::{Limit, VmId};
+use outram_wire::units::{Limit, PageSize, VmId};
 
 use crate::backend_control::{BackendControl, ControlError};
 use crate::backend_log::{BackendLog, LOG_FILE};
@@ -59,6 +59,10 @@ pub struct Launch {
     pub name: String,
     /// Its RAM at start.
     pub ram_bytes: u64,
+    /// What it may grow to by hot-plug.
+    pub max_ram_bytes: u64,
+    /// Size of its pages.
+    pub page_size: PageSize,
     /// Its settings.
     pub settings: MemorySettings,
     /// Who may connect to the vhost-user socket.
@@ -163,6 +167,12 @@ impl Launch {
         option("uuid", self.vm.to_string().into());
         option("name", self.name.clone().into());
         option("ram", self.ram_bytes.to_string().into());
+        if self.max_ram_bytes > self.ram_bytes {
+            option("max-ram", self.max_ram_bytes.to_string().into());
+        }
+        if self.page_size.is_huge() {
+            option("page-size", self.page_size.bytes().to_string().into());
+        }
         match self.settings.limit {
             Limit::LocalRatio(ratio) => option("local-ratio", ratio.to_string().into()),
             Limit::LocalBytes(bytes) => option("local", bytes.to_string().into()),
@@ -471,7 +481,9 @@ mod tests {
             run: "/run/outram".into(),
             vm: VmId(uuid::Uuid::from_u128(7)),
             name: "100% $mine".to_owned(),
+            page_size: PageSize::HUGE,
             ram_bytes: 1 << 30,
+            max_ram_bytes: 1 << 31,
             settings: MemorySettings {
                 limit: Limit::LocalRatio(LocalRatio::new(0.5).expect("a ratio")),
                 servers: Vec::new(),
@@ -498,6 +510,8 @@ mod tests {
                 "--uuid=00000000-0000-0000-0000-000000000007",
                 "--name=100% $mine",
                 "--ram=1073741824",
+                "--max-ram=2147483648",
+                "--page-size=2097152",
                 "--local-ratio=0.5",
                 "--run-dir=/run/outram",
                 "--socket-user=libvirt-qemu:kvm",

@@ -1,7 +1,7 @@
 //! The connection to libvirt: looking domains up, reading and defining their XML.
 //!
 //! Only the system's own libvirt on this host is used: the backends, their sockets and the guests'
-//! memory are this host's.
+//! memory are this host's. The exception is a look at a migration's destination.
 
 use std::env;
 
@@ -150,6 +150,57 @@ impl Libvirt {
     }
 }
 
+/// What libvirt at a migration's destination makes of a domain that Outram's hook refuses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Destination {
+    /// The hook refused it.
+    HasHook,
+    /// It was started: no hook of ours is called there. It was ended at once.
+    LacksHook,
+    /// Libvirt refused it for another reason.
+    Unclear(String),
+}
+
+/// What our hook's messages begin with.
+const HOOKS_MARK: &str = "Outram: ";
+
+/// A domain with settings that no version of our hook accepts. Were it started, it would stand still
+/// before its first instruction.
+fn probe_xml(kind: &str, name: &str) -> String {
+    format!(
+        "<domain type='{kind}'><name>{name}</name>\
+         <metadata><{PREFIX}:probe xmlns:{PREFIX}='{NAMESPACE}'/></metadata>\
+         <memory unit='MiB'>64</memory><vcpu>1</vcpu>\
+         <os><type arch='x86_64'>hvm</type></os></domain>"
+    )
+}
+
+/// Asks a libvirt, of any host, whether Outram's hook is called there.
+pub fn look_at_destination(uri: &str) -> Result<Destination, LibvirtError> {
+    virt::error::clear_error_callback();
+    let connection = Connect::open(Some(uri)).map_err(|error| LibvirtError::Connect {
+        uri: uri.to_owned(),
+        error,
+    })?;
+    let name = format!("outram-probe-{}", std::process::id());
+    let flags = sys::VIR_DOMAIN_START_PAUSED | sys::VIR_DOMAIN_START_AUTODESTROY;
+    let mut said = String::new();
+    // A host may have either kind of guests only.
+    for kind in ["qemu", "kvm"] {
+        match connection.create_domain_xml(&probe_xml(kind, &name), flags) {
+            Ok(domain) => {
+                domain.destroy().map_err(call("end the probing domain"))?;
+                return Ok(Destination::LacksHook);
+            }
+            Err(error) if error.message().contains(HOOKS_MARK) => {
+                return Ok(Destination::HasHook);
+            }
+            Err(error) => said = error.message().to_owned(),
+        }
+    }
+    Ok(Destination::Unclear(said))
+}
+
 /// A version as libvirt counts: major, minor, release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version(pub u32, pub u32, pub u32);
@@ -229,6 +280,32 @@ impl LibvirtDomain {
             .map_err(call("read the domain's XML"))
     }
 
+    /// What runs, as it is now, with everything in it.
+    pub fn running_definition(&self) -> Result<String, LibvirtError> {
+        self.0
+            .xml_desc(sys::VIR_DOMAIN_XML_SECURE)
+            .map_err(call("read the running domain's XML"))
+    }
+
+    /// Plugs a device into the running domain.
+    pub fn attach_device(&self, xml: &str) -> Result<(), LibvirtError> {
+        self.0
+            .attach_device_flags(xml, sys::VIR_DOMAIN_AFFECT_LIVE)
+            .map_err(call("attach the disk to the running domain"))
+    }
+
+    /// Asks the running domain to let a device go; it may do so later.
+    pub fn detach_device(&self, xml: &str) -> Result<(), LibvirtError> {
+        self.0
+            .detach_device_flags(xml, sys::VIR_DOMAIN_AFFECT_LIVE)
+            .map_err(call("detach the disk from the running domain"))
+    }
+
+    /// Replaces our settings in the running domain alone, or removes them.
+    pub fn set_running_settings(&self, element: Option<&str>) -> Result<(), LibvirtError> {
+        self.change_settings(element, sys::VIR_DOMAIN_AFFECT_LIVE)
+    }
+
     /// Replaces our settings in its definition, and in its running state if asked: `element` is
     /// without namespace, as libvirt puts it into ours.
     pub fn set_settings(&self, element: &str, live: bool) -> Result<(), LibvirtError> {
@@ -236,9 +313,13 @@ impl LibvirtDomain {
         if live {
             flags |= sys::VIR_DOMAIN_AFFECT_LIVE;
         }
+        self.change_settings(Some(element), flags)
+    }
+
+    fn change_settings(&self, element: Option<&str>, flags: u32) -> Result<(), LibvirtError> {
         let set = self.0.set_metadata(
             sys::VIR_DOMAIN_METADATA_ELEMENT as i32,
-            Some(element),
+            element,
             Some(PREFIX),
             Some(NAMESPACE),
             flags,

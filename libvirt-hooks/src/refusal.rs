@@ -11,6 +11,7 @@ use outram_wire::units::VmId;
 use xot::Node;
 
 use crate::domain_xml::{DomainXml, DomainXmlError};
+use crate::page_size;
 
 /// One reason why Outram does not page a domain's RAM.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -61,11 +62,21 @@ pub enum Refusal {
         "<memoryBacking> has <locked/>: locked memory cannot be moved to a memory server; remove it"
     )]
     Locked,
-    /// Huge pages.
+    /// Huge pages of another size.
     #[error(
-        "{0} asks for huge pages, which Outram does not page yet: remove <hugepages> or <pagesize>"
+        "<hugepages> asks for pages of {0}: Outram pages those of 2 MiB; change it to <page size='2048' unit='KiB'/>, or remove <hugepages>"
     )]
-    HugePages(&'static str),
+    HugePageSize(String),
+    /// Huge pages for a part of the memory.
+    #[error(
+        "<hugepages> does not cover NUMA cell {0}: all of a guest's memory must have pages of one size; remove 'nodeset', or <hugepages>"
+    )]
+    MixedPages(u32),
+    /// A memory device beside huge pages, or with some of its own.
+    #[error(
+        "the memory device of model '{0}' has huge pages: Outram pages those of <memory> alone; remove the device, or <hugepages> and <pagesize>"
+    )]
+    HugeDevice(String),
     /// A device of the host.
     #[error(
         "the domain has a <hostdev> of type '{0}': devices of the host reach guest memory without page faults; remove it"
@@ -242,15 +253,14 @@ fn check_memory_backing(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
             refusals.push(Refusal::PrivateCell(id.to_owned()));
         }
     }
-    if setting("allocation", "mode") == Some("immediate") {
+    // libvirt populates huge pages at the start anyway.
+    if setting("allocation", "mode") == Some("immediate") && backing("hugepages").is_none() {
         refusals.push(Refusal::Preallocated);
     }
     if backing("locked").is_some() {
         refusals.push(Refusal::Locked);
     }
-    if backing("hugepages").is_some() {
-        refusals.push(Refusal::HugePages("<memoryBacking>"));
-    }
+    refusals.extend(page_size::find(domain).err());
 }
 
 fn cells(domain: &DomainXml) -> Vec<Node> {
@@ -270,8 +280,9 @@ fn check_memory_devices(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
             refusals.push(Refusal::PrivateDevice(model.to_owned()));
         }
         let source = domain.child(device, "source");
-        if source.is_some_and(|source| domain.child(source, "pagesize").is_some()) {
-            refusals.push(Refusal::HugePages("a memory device"));
+        let has_pages = source.is_some_and(|source| domain.child(source, "pagesize").is_some());
+        if has_pages || domain.find(&["memoryBacking", "hugepages"]).is_some() {
+            refusals.push(Refusal::HugeDevice(model.to_owned()));
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use clap::{CommandFactory, Parser};
 use outram_libvirt::cli::Arguments;
 use outram_libvirt::cli::report::{Report, State};
-use outram_libvirt::cli::status::{details, table};
+use outram_libvirt::cli::status::{details, overview};
 use outram_libvirt::cli::top::screen::{Terms, draw};
 use outram_libvirt::cli::top::table::{Column, Sorting, plain, totals};
 use outram_libvirt::cli::top::view::{View, Wish};
@@ -117,8 +117,10 @@ fn busy() -> Status {
         phase: Phase::Stalled,
         detail: Some("10.0.0.2:7741: connection refused; trying again".to_owned()),
         handover: Some("/dev/userfaultfd in QEMU".to_owned()),
+        unmanaged_bytes: 0,
         waiting_faults: 3,
         lost_bytes: 4096,
+        homing: None,
         counters: Counters {
             faults_zero: 1,
             faults_remote: 4711,
@@ -193,13 +195,13 @@ fn reports() -> Vec<Report> {
 #[test]
 fn reports_are_as_recorded() {
     let reports = reports();
-    let mut text = table(&reports);
+    let mut text = overview(&reports);
     for report in &reports {
         text.push('\n');
         text.push_str(&details(report));
     }
     text.push('\n');
-    text.push_str(&table(&[]));
+    text.push_str(&overview(&[]));
     assert_golden("status.txt", &text);
     let json = serde_json::to_string_pretty(&reports[1]).expect("JSON");
     assert_golden("status.json", &(json + "\n"));

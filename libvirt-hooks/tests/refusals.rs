@@ -73,7 +73,11 @@ fn memory_that_cannot_be_moved_is_refused() {
             &["immediate", "ondemand"],
         ),
         (shared, with("<locked/>"), &["<locked/>", "remove"]),
-        (shared, with("<hugepages/>"), &["huge pages", "remove"]),
+        (
+            shared,
+            with("<hugepages><page size='1' unit='G'/></hugepages>"),
+            &["1 GiB", "size='2048'", "remove"],
+        ),
         (
             "<cpu ",
             "<cpu><numa><cell id='3' memAccess='private'/></numa></cpu><cpu ".into(),
@@ -88,7 +92,7 @@ fn memory_that_cannot_be_moved_is_refused() {
             "<memballoon",
             "<memory model='dimm'><source><pagesize>2048</pagesize></source></memory><memballoon"
                 .into(),
-            &["huge pages", "memory device"],
+            &["huge pages", "memory device", "remove"],
         ),
         (
             "<devices>",

@@ -60,9 +60,13 @@ fn removing_leaves_what_was_there_before_and_settings() {
     let site = dir
         .path()
         .join("etc/apparmor.d/local/abstractions/libvirt-qemu");
+    let daemon = dir.path().join("etc/apparmor.d/usr.sbin.libvirtd");
+    let additions = dir.path().join("etc/apparmor.d/local/usr.sbin.libvirtd");
     for (path, text) in [
         (&rules, "#include <local/abstractions/libvirt-qemu>\n"),
         (&site, "/srv/mine r,"),
+        (&daemon, "#include <local/usr.sbin.libvirtd>\n"),
+        (&additions, "/srv/mine r,\n"),
     ] {
         fs::create_dir_all(path.parent().expect("a folder")).expect("made");
         fs::write(path, text).expect("written");
@@ -77,8 +81,14 @@ fn removing_leaves_what_was_there_before_and_settings() {
     assert!(
         added.starts_with("/srv/mine r,\ninclude if exists <abstractions/libvirt-qemu.d/outram>")
     );
+    // This test's programs are in no folder that libvirt's profile lets it start programs of.
+    let added = fs::read_to_string(&additions).expect("read");
+    assert!(added.starts_with("/srv/mine r,\n\"/"), "{added}");
+    assert!(added.ends_with("/outram-libvirt-hook\" PUx, # by 'outram setup'\n"));
 
     assert!(setup(dir.path(), &["--remove"]).status.success());
+    let additions = fs::read_to_string(&additions).expect("read");
+    assert_eq!(additions, "/srv/mine r,\n");
     assert!(!ours.exists() && !ours.parent().expect("a folder").exists());
     assert_eq!(fs::read_to_string(&site).expect("read"), "/srv/mine r,\n");
     assert!(!dir.path().join("etc/libvirt/hooks/qemu.d/outram").exists());

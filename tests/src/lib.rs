@@ -1,4 +1,5 @@
 //! What Outram's end-to-end tests, fault injection and demo are made of.
 
 pub mod hermetic;
+pub mod lab_guest;
 pub mod small_vmm;

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use outram_backend::handover::discover::{Refusal, guest_ram};
-use outram_backend::handover::{HandoverError, Options, Vmm, Way, take};
+use outram_backend::handover::{HandoverError, Options, Vmm, Way, close, take};
 use serde_json::json;
 use small::{PATIENCE, Socket, descriptors, device, options, small_vmm};
 
@@ -138,7 +138,7 @@ fn an_injector_that_nobody_listens_to_leaves_nothing() -> Result<()> {
         let mut injector = Command::new(options()?.injector)
             .arg("inject")
             .args([vmm.pid.to_string(), vmm.start_time.to_string()])
-            .args(["16", "5000", "false", way])
+            .args(["5000", "16", "false", way])
             .stdin(std::os::fd::OwnedFd::from(stream.try_clone()?))
             .stdout(Stdio::piped())
             .spawn()?;
@@ -150,6 +150,47 @@ fn an_injector_that_nobody_listens_to_leaves_nothing() -> Result<()> {
     let (disk, _) = device(vmm, 64)?;
     std::thread::spawn(move || disk.serve(stream));
     small.wait_connected()?;
+    small.exit()
+}
+
+#[test]
+fn what_was_handed_over_can_be_closed_again() -> Result<()> {
+    let socket = Socket::new()?;
+    let mut small = small_vmm(&socket, &["16M"], 1, None)?;
+    let (stream, vmm) = socket.accept()?;
+    let pid = vmm.pid;
+    let before = descriptors(pid)?;
+    let handed_over = take(&vmm, &stream, 3, &options()?)?;
+    let (disk, _) = device(Vmm::open(pid)?, 64)?;
+    std::thread::spawn(move || disk.serve(stream));
+    small.wait_connected()?;
+    // One more that is none of ours: nothing is closed then.
+    let socket_of_its_own = std::fs::read_dir(format!("/proc/{pid}/fd"))?
+        .flatten()
+        .find(|entry| {
+            std::fs::read_link(entry.path())
+                .is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"socket:"))
+        })
+        .and_then(|entry| entry.file_name().to_str()?.parse().ok())
+        .context("its end of the connection")?;
+    let with_a_socket = [handed_over.vmm_fd_numbers[0], socket_of_its_own];
+    let error = close(&vmm, &with_a_socket, &options()?).expect_err("it is no userfaultfd");
+    assert!(
+        matches!(error, HandoverError::Injection { .. }),
+        "{error:?}"
+    );
+    let open = before + 3 + 1;
+    ensure!(
+        descriptors(pid)? <= open,
+        "the hand-over left more than it should"
+    );
+    let with_ours = descriptors(pid)?;
+    // Amid its work, not at a message of ours.
+    small.command(json!({"do": "fill", "page": 0, "pages": 4096}))?;
+    close(&vmm, &handed_over.vmm_fd_numbers, &options()?)?;
+    assert_eq!(descriptors(pid)?, with_ours - 3);
+    let found = small.command(json!({"do": "verify", "page": 0, "pages": 4096}))?;
+    assert_eq!(found["mismatches"], 0);
     small.exit()
 }
 
@@ -337,7 +378,7 @@ fn a_traced_vmm_names_its_tracer() -> Result<()> {
     let mut tracer = Command::new(options()?.injector)
         .arg("inject")
         .args([vmm.pid.to_string(), vmm.start_time.to_string()])
-        .args(["1", "3000", "false", "device"])
+        .args(["3000", "1", "false", "device"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()?;

@@ -6,7 +6,7 @@ use outram_backend::engine::budget::Budget;
 use outram_backend::engine::policy::{Arrival, Policy, TwoQueues};
 use outram_backend::engine::slots::{SlabRef, SlotPool};
 use outram_backend::engine::staging::{StagingPool, Ticket};
-use outram_backend::engine::{PageIndex, PageRun, SlotId};
+use outram_backend::engine::{PageIndex, PageRun, PageSize, SlotId};
 use proptest::prelude::*;
 
 const SERVERS: usize = 2;
@@ -367,7 +367,7 @@ proptest! {
     fn a_budget_never_passes_its_limit_by_acquiring(
         ops in proptest::collection::vec(budget_ops(), 1..100),
     ) {
-        let budget = Budget::new(1000);
+        let budget = Budget::new(1000, PageSize::BASE);
         let (mut used, mut limit, mut waiting) = (0u64, 1000u64, 0u64);
         for op in ops {
             match op {
@@ -452,7 +452,7 @@ proptest! {
 
 #[test]
 fn threads_together_never_pass_the_limit() {
-    let budget = Budget::new(100);
+    let budget = Budget::new(100, PageSize::BASE);
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
             let budget = &budget;

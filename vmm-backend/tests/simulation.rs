@@ -16,6 +16,8 @@ mod contents;
 mod guest;
 #[path = "simulation/mishaps.rs"]
 mod mishaps;
+#[path = "simulation/plugging.rs"]
+mod plugging;
 #[path = "simulation/ports.rs"]
 mod ports;
 #[path = "simulation/random.rs"]
@@ -31,7 +33,7 @@ mod world;
 
 use sabotage::Sabotage;
 use steps::Simulation;
-use world::Violation;
+use world::{Memory, Violation};
 
 /// Steps of the default run, over all seeds.
 const STEPS: u64 = 200_000;
@@ -48,8 +50,13 @@ fn from_environment(name: &str) -> Option<u64> {
 }
 
 /// Runs a world; where it fails, says at which step.
-fn run(seed: u64, steps: u64, sabotage: Option<Sabotage>) -> Result<Simulation, (u64, Violation)> {
-    let mut simulation = Simulation::new(seed, sabotage);
+fn run(
+    seed: u64,
+    steps: u64,
+    memory: Memory,
+    sabotage: Option<Sabotage>,
+) -> Result<Simulation, (u64, Violation)> {
+    let mut simulation = Simulation::new(seed, memory, sabotage);
     for step in 1..=steps {
         simulation.step().map_err(|violation| (step, violation))?;
         if step % STEPS_UNTIL_QUIET == 0 {
@@ -75,6 +82,16 @@ impl Drop for Announce {
 
 #[test]
 fn invariants_hold_after_each_step() {
+    invariants_hold_in(Memory::Tmpfs);
+}
+
+/// Discards that no event tells of, and a pool of pages that others draw from.
+#[test]
+fn invariants_hold_after_each_step_on_hugetlbfs() {
+    invariants_hold_in(Memory::Hugetlbfs);
+}
+
+fn invariants_hold_in(memory: Memory) {
     let (seeds, steps) = match from_environment("OUTRAM_SIM_SEED") {
         Some(seed) => (
             seed..seed + 1,
@@ -87,7 +104,7 @@ fn invariants_hold_after_each_step() {
     };
     for seed in seeds {
         let _announce = Announce(seed, steps);
-        match run(seed, steps, None) {
+        match run(seed, steps, memory, None) {
             Ok(simulation) => simulation.assert_lively(steps),
             Err((step, Violation { check, what })) => panic!("step {step}: {check:?}: {what}"),
         }
@@ -97,7 +114,7 @@ fn invariants_hold_after_each_step() {
 #[test]
 fn each_check_finds_what_it_is_for() {
     for (sabotage, checks) in Sabotage::ALL {
-        let found = (0..8).find_map(|seed| run(seed, 30_000, Some(*sabotage)).err());
+        let found = (0..8).find_map(|seed| run(seed, 30_000, Memory::Tmpfs, Some(*sabotage)).err());
         match found {
             Some((_, violation)) => assert!(
                 checks.contains(&violation.check),

@@ -36,6 +36,12 @@ pub enum Request {
     Metrics,
     /// Set a new limit; answered once accepted (and reserved), reached in the background.
     Tune(Limit),
+    /// Bring every page home, the limit notwithstanding: the first part of a live detach. It lasts
+    /// as long as the connection that asked for it, and a request at least every ten seconds.
+    BringHome,
+    /// Leave the guest's memory to the kernel, for good, now that every page is home; only on the
+    /// connection that asked for [`Request::BringHome`].
+    Release,
     /// End the backend. Refused while a guest's memory depends on it.
     Stop,
 }
@@ -66,6 +72,10 @@ pub enum Phase {
     Stalled,
     /// A page the guest asked for is lost: its fault stays unanswered; see `lost` and `detail`.
     Stopped,
+    /// Brings every page home, for a live detach: see `homing`.
+    Homing,
+    /// The guest's memory is the kernel's again; waits for QEMU to drop the disk.
+    Released,
     /// The attachment was refused: see `detail`.
     Refused,
     /// The guest ended; slabs are being given back.
@@ -128,6 +138,8 @@ pub struct Counters {
     pub wire_sent_bytes: u64,
     /// Times a fault had to wait for room under the limit.
     pub stalls_limit: u64,
+    /// Times the host's pool of huge pages had none for a fault.
+    pub stalls_pool: u64,
     /// Times a fault had to wait for a server out of reach.
     pub stalls_server: u64,
     /// Pages whose bytes did not match their integrity tag.
@@ -148,6 +160,15 @@ pub struct Latency {
     pub us_p99: u64,
     /// Largest.
     pub us_max: u64,
+}
+
+/// How far a guest's memory has come home.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HomingStatus {
+    /// Bytes that still lie elsewhere.
+    pub elsewhere_bytes: u64,
+    /// Whether every page is home.
+    pub home: bool,
 }
 
 /// Everything known about a guest's memory.
@@ -185,6 +206,12 @@ pub struct Status {
     pub filled_bytes: u64,
     /// Bytes lost for good.
     pub lost_bytes: u64,
+    /// How far its memory has come home, in the phases that bring it there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub homing: Option<HomingStatus>,
+    /// Hot-plugged memory that is not paged: all of it is local, beyond the limit.
+    #[serde(default)]
+    pub unmanaged_bytes: u64,
     /// Faults waiting right now.
     pub waiting_faults: u64,
     /// The kernel's own count: blocks of the memfd.
@@ -285,7 +312,7 @@ pub fn write_frame<T: Serialize>(to: &mut impl Write, message: &T) -> Result<(),
 /// Reads one frame; `Ok(None)` where the peer closed before its first byte.
 pub fn read_frame<T: DeserializeOwned>(from: &mut impl Read) -> Result<Option<T>, FrameError> {
     let mut length = [0; 4];
-    match from.read(&mut length)? {
+    match read_uninterrupted(from, &mut length)? {
         0 => return Ok(None),
         read => from.read_exact(&mut length[read..])?,
     }
@@ -298,9 +325,44 @@ pub fn read_frame<T: DeserializeOwned>(from: &mut impl Read) -> Result<Option<T>
     Ok(Some(serde_json::from_slice(&body)?))
 }
 
+/// A signal, such as Ctrl-C of somebody who is to be told properly, ends no conversation: reads of a
+/// socket with a time-out are not restarted by the kernel (signal(7)).
+fn read_uninterrupted(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match from.read(buffer) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Is interrupted before each byte.
+    struct Interrupting<'a>(&'a [u8], bool);
+
+    impl Read for Interrupting<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.1 = !self.1;
+            if self.1 {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let one = buffer.len().min(1);
+            self.0.read(&mut buffer[..one])
+        }
+    }
+
+    #[test]
+    fn signals_end_no_conversation() {
+        let mut frame = Vec::new();
+        write_frame(&mut frame, &Request::Stop).expect("a vector takes every frame");
+        let read = read_frame::<Request>(&mut Interrupting(&frame, false));
+        assert_eq!(read.expect("own frame"), Some(Request::Stop));
+        let end = read_frame::<Request>(&mut Interrupting(&[], false));
+        assert_eq!(end.expect("a closed connection"), None);
+    }
 
     #[test]
     fn a_request_has_these_bytes() {

@@ -1,6 +1,7 @@
 //! What a domain says about its far-memory disk: how large it is, and the key to it.
 
-use crate::units::PAGE_SIZE;
+use crate::server::DiskId;
+use crate::units::{PAGE_SIZE, VmId};
 
 /// Smallest disk that can be asked for: less is no use to any file system.
 pub const MIN_DISK_BYTES: u64 = 1 << 20;
@@ -23,6 +24,17 @@ impl DiskKey {
         let mut bytes = [0; 32];
         getrandom::fill(&mut bytes)?;
         Ok(Self(bytes))
+    }
+
+    /// The disk that a guest with this key has: a clone of a domain has one of its own although it
+    /// has the same key.
+    pub fn disk_of(&self, vm: VmId) -> DiskId {
+        let mut hasher = blake3::Hasher::new_derive_key("outram 2025 far-memory disk name");
+        hasher.update(&self.0);
+        hasher.update(vm.0.as_bytes());
+        let mut name = [0; 16];
+        name.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+        DiskId(uuid::Builder::from_random_bytes(name).into_uuid())
     }
 }
 
@@ -59,6 +71,13 @@ mod tests {
         assert_eq!(key.to_string().parse(), Ok(key));
         assert!("a5".parse::<DiskKey>().is_err());
         assert_eq!(format!("{key:?}"), "DiskKey(…)");
+    }
+
+    #[test]
+    fn a_disk_keeps_its_name_from_release_to_release() {
+        let vm = VmId(uuid::Uuid::from_u128(7));
+        let disk = DiskKey([3; 32]).disk_of(vm);
+        assert_eq!(disk.to_string(), "af4665dc-bba7-4f7f-8a2b-c207225bfe61");
     }
 
     #[test]

@@ -5,8 +5,76 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes in a page: the unit of paging. x86-64's base page.
+/// Bytes in x86-64's base page: the unit of paging, but for guests of huge pages ([`PageSize`]).
 pub const PAGE_SIZE: usize = 4096;
+
+/// Size of a guest's pages: what is moved, counted and checked as one. All of a guest's RAM has
+/// pages of one size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct PageSize(u32);
+
+impl PageSize {
+    /// Base pages: of memfds and other files on tmpfs.
+    pub const BASE: Self = Self(PAGE_SIZE as u32);
+    /// Huge pages of 2 MiB: of memfds and files on hugetlbfs.
+    pub const HUGE: Self = Self(2 << 20);
+
+    /// A size that is a power of two and at least that of a base page.
+    pub const fn new(bytes: u32) -> Option<Self> {
+        if bytes.is_power_of_two() && bytes >= PAGE_SIZE as u32 {
+            Some(Self(bytes))
+        } else {
+            None
+        }
+    }
+
+    /// The size in bytes.
+    pub const fn bytes(self) -> u64 {
+        self.0 as u64
+    }
+
+    /// The size in bytes, as the length of a slice.
+    pub const fn length(self) -> usize {
+        self.0 as usize
+    }
+
+    /// Whether these are huge pages.
+    pub const fn is_huge(self) -> bool {
+        self.0 > PAGE_SIZE as u32
+    }
+
+    /// How many pages `bytes` are, at least `least`: for what is bounded in bytes but has to work
+    /// with few large pages as well.
+    pub const fn pages_in(self, bytes: u64, least: u64) -> u64 {
+        let pages = bytes / self.bytes();
+        if pages < least { least } else { pages }
+    }
+}
+
+impl Default for PageSize {
+    fn default() -> Self {
+        Self::BASE
+    }
+}
+
+impl fmt::Display for PageSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&format_size(self.bytes()))
+    }
+}
+
+impl FromStr for PageSize {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        let bytes = parse_size(text)?;
+        [Self::BASE, Self::HUGE]
+            .into_iter()
+            .find(|size| size.bytes() == bytes)
+            .ok_or_else(|| UnitError::PageSize(text.to_owned()))
+    }
+}
 
 /// Identity of a guest: its libvirt UUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -43,6 +111,9 @@ pub enum UnitError {
     /// The text is no ratio in (0, 1].
     #[error("'{0}' is not a local ratio: expected a number above 0 and at most 1, such as 0.5")]
     Ratio(String),
+    /// Not a size of pages that can be moved.
+    #[error("'{0}' is not a page size that Outram pages: expected 4KiB or 2MiB")]
+    PageSize(String),
     /// The text is no UUID.
     #[error("'{0}' is not a UUID: expected the form 123e4567-e89b-12d3-a456-426614174000")]
     Uuid(String),
@@ -201,6 +272,19 @@ mod tests {
         ] {
             assert_eq!(parse_size(text), Ok(bytes), "{text}");
         }
+    }
+
+    #[test]
+    fn only_sizes_that_can_be_moved_are_page_sizes() {
+        assert_eq!("4096".parse(), Ok(PageSize::BASE));
+        assert_eq!("2MiB".parse(), Ok(PageSize::HUGE));
+        assert_eq!(PageSize::HUGE.to_string(), "2 MiB");
+        for text in ["1GiB", "64KiB", "0"] {
+            let refused = PageSize::from_str(text);
+            assert_eq!(refused, Err(UnitError::PageSize(text.to_owned())));
+        }
+        assert_eq!(PageSize::new(3 << 20), None);
+        assert_eq!(PageSize::HUGE.pages_in(1 << 20, 2), 2);
     }
 
     #[test]

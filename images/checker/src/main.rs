@@ -6,6 +6,8 @@
 //! |---|---|
 //! | `ping TOKEN` | `PONG TOKEN`, with the counters so far |
 //! | `alloc SHARE` | `ALLOCATED pages=N`: that many per cent of RAM taken and written |
+//! | `alloc all` | the same, of all that the guest's kernel has to give |
+//! | `more MIB` | `ALLOCATED pages=N`: that many MiB beside what is taken already |
 //! | `work SECONDS` | `WORKED`: read, checked and rewritten at random; with 0 seconds `WORKING`, until `halt` |
 //! | `halt` | `HALTED` |
 //! | `verify` | `CHECKER pages=… checked=… rewritten=… mismatches=…` |
@@ -34,6 +36,10 @@ use std::time::{Duration, Instant};
 
 use arena::{Region, Tally};
 use pattern::PAGE_BYTES;
+
+/// What `alloc all` leaves: page tables of what it takes, versions of its pages (a thousandth), and
+/// what a kernel that is asked for its last page needs to go on.
+const RESERVE_BYTES: u64 = 16 << 20;
 
 /// The memory under test: at rest, or with workers in the background.
 enum Memory {
@@ -116,7 +122,9 @@ impl Agent {
         let first = words.next();
         let answer = match command {
             "ping" => Ok(self.pong(first.unwrap_or("-"))),
+            "alloc" if first == Some("all") => self.allocate_all(),
             "alloc" => number(first, "share").and_then(|share| self.allocate(share)),
+            "more" => number(first, "MiB").and_then(|mib| self.allocate_more(mib)),
             "work" => number(first, "seconds").map(|seconds| self.work(seconds)),
             "halt" => self.halt().map(|()| "HALTED".to_owned()),
             "verify" => self.verify(),
@@ -208,20 +216,48 @@ impl Agent {
         self.fill(ram / 100 * share / PAGE_BYTES as u64)
     }
 
+    /// Takes what the kernel has to give.
+    fn allocate_all(&mut self) -> Result<String, String> {
+        drop(self.take()?);
+        let bytes = available_kib()? << 10;
+        let bytes = bytes.checked_sub(RESERVE_BYTES).ok_or("no memory left")?;
+        self.fill(bytes / PAGE_BYTES as u64)
+    }
+
     /// Takes so many pages and writes them.
     fn fill(&mut self, pages: u64) -> Result<String, String> {
         drop(self.take()?);
         self.tally = Arc::new(Tally::default());
-        let each = pages / self.workers as u64;
-        let seed = pages;
-        let handles: Vec<_> = (0..self.workers as u64)
-            .map(|worker| thread::spawn(move || Region::filled(worker * each, each as usize, seed)))
-            .collect();
-        let regions: Result<Vec<_>, _> = handles.into_iter().map(JoinHandle::join).collect();
-        let regions = regions.map_err(|_| "a worker failed while it filled".to_owned())?;
+        let regions = self.filled(0, pages)?;
         let pages = regions.iter().map(Region::len).sum::<usize>();
         self.memory = Memory::Idle(regions);
         Ok(format!("ALLOCATED pages={pages}"))
+    }
+
+    /// Takes memory beside what is taken already: the guest has been given more.
+    fn allocate_more(&mut self, mib: u64) -> Result<String, String> {
+        let mut regions = self.take()?;
+        let taken = regions.iter().map(Region::len).sum::<usize>() as u64;
+        let filled = self.filled(taken, (mib << 20) / PAGE_BYTES as u64);
+        let answer = filled.map(|mut more| {
+            let pages = more.iter().map(Region::len).sum::<usize>();
+            regions.append(&mut more);
+            format!("ALLOCATED pages={pages}")
+        });
+        self.memory = Memory::Idle(regions);
+        answer
+    }
+
+    /// Regions of `pages` pages in all, numbered from `first`, one for each worker.
+    fn filled(&self, first: u64, pages: u64) -> Result<Vec<Region>, String> {
+        let each = pages / self.workers as u64;
+        let fill = |worker: u64| {
+            let number = first + worker * each;
+            thread::spawn(move || Region::filled(number, each as usize, pages))
+        };
+        let handles: Vec<_> = (0..self.workers as u64).map(fill).collect();
+        let regions: Result<Vec<_>, _> = handles.into_iter().map(JoinHandle::join).collect();
+        regions.map_err(|_| "a worker failed while it filled".to_owned())
     }
 
     fn work(&mut self, seconds: u64) -> String {
@@ -288,14 +324,20 @@ impl Agent {
     }
 }
 
+/// A line of /proc/meminfo, in KiB.
+fn kib(info: &str, name: &str) -> Option<u64> {
+    let rest = info.lines().find_map(|line| line.strip_prefix(name))?;
+    rest.split_whitespace().next()?.parse().ok()
+}
+
+fn available_kib() -> Result<u64, String> {
+    let info = std::fs::read_to_string("/proc/meminfo").map_err(|error| error.to_string())?;
+    kib(&info, "MemAvailable:").ok_or_else(|| "/proc/meminfo has no MemAvailable".to_owned())
+}
+
 fn meminfo() -> Result<String, String> {
     let info = std::fs::read_to_string("/proc/meminfo").map_err(|error| error.to_string())?;
-    let kib = |name: &str| {
-        info.lines()
-            .find_map(|line| line.strip_prefix(name)?.split_whitespace().next())
-            .unwrap_or("0")
-            .to_owned()
-    };
+    let kib = |name| kib(&info, name).unwrap_or(0);
     Ok(format!(
         "MEMINFO total_kib={} free_kib={} available_kib={}",
         kib("MemTotal:"),

@@ -1,4 +1,4 @@
-//! `outram attach` and `outram detach`: edits of a shut-off domain's definition.
+//! `outram attach` and `outram detach`: edits of a domain's definition, and changes of what runs.
 
 use std::fs;
 use std::io;
@@ -6,26 +6,25 @@ use std::io;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
-use outram_wire::units::{Limit, format_size, parse_size};
+use outram_wire::units::{Limit, VmId, format_size, parse_size};
 
+use super::affect::AffectArguments;
 use super::completion::domain_names;
-use super::{LimitArguments, parse_server};
+use super::live::Running;
+use super::{LimitArguments, disk, parse_server};
 use crate::attachment::{self, AttachRequest, Change, DiskRequest};
 use crate::backend_control::{BackendControl, ControlError};
 use crate::domain_xml::DomainXml;
 use crate::host::{HostSettings, Paths};
 use crate::launch;
 use crate::libvirt::{Libvirt, LibvirtDomain};
-use crate::metadata;
+use crate::metadata::{self, MemorySettings};
 use crate::refusal::{self, Refusal};
 use outram_wire::server::ServerAddress;
 
 /// Why a domain is not attached or detached.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachRefusal {
-    /// It runs.
-    #[error("domain '{0}' is running: shut it down first ('virsh shutdown {0}'), then repeat this")]
-    Running(String),
     /// It has no definition.
     #[error(
         "domain '{0}' is transient: it has no definition to change; define it first ('virsh define')"
@@ -49,7 +48,7 @@ pub enum AttachRefusal {
     NoServer(std::path::PathBuf),
 }
 
-fn list(refusals: &[Refusal]) -> String {
+pub(super) fn list(refusals: &[Refusal]) -> String {
     refusals
         .iter()
         .map(|refusal| format!("\n  - {refusal}"))
@@ -76,6 +75,8 @@ pub struct AttachArguments {
     /// migrated. Without this, the domain keeps the disk it has.
     #[arg(long, value_name = "SIZE", value_parser = parse_disk_size)]
     disk_size: Option<DiskSize>,
+    #[command(flatten)]
+    affect: AffectArguments,
     /// Show what would change, and change nothing
     #[arg(long)]
     dry_run: bool,
@@ -109,6 +110,13 @@ pub struct DetachArguments {
     /// Name or UUID of the domain
     #[arg(add = domain_names())]
     domain: String,
+    #[command(flatten)]
+    affect: AffectArguments,
+    /// Drop what its far-memory disk left parked at the memory servers, too
+    ///
+    /// Without this it stays there, for a guest saved to a file may need it.
+    #[arg(long)]
+    drop_disk: bool,
     /// Show what would change, and change nothing
     #[arg(long)]
     dry_run: bool,
@@ -120,10 +128,7 @@ impl AttachArguments {
         let libvirt = Libvirt::connect(uri)?;
         let found = libvirt.domain(&self.domain)?;
         let name = found.name()?;
-        check_editable(&found, &name)?;
-        let text = found.definition()?;
-        let before = DomainXml::parse(&text)?;
-        let mut edited = DomainXml::parse(&text)?;
+        let affects = self.affect.of(&name, found.is_active()?)?;
         let request = AttachRequest {
             limit: self.limit.limit(),
             servers: self.server.clone(),
@@ -136,19 +141,77 @@ impl AttachArguments {
                 }
             },
         };
-        let changes = attachment::attach(&mut edited, &paths.run, &request)?;
-        check_result(&edited, &name, paths)?;
-        warn_about_limit(&edited, request.limit)?;
-        if self.dry_run || changes.is_empty() {
-            report(&name, &changes, self.dry_run);
+        // Both are checked before either is changed.
+        let config = match affects.config {
+            true => Some(self.edit(&found, &name, &request, paths)?),
+            false => None,
+        };
+        if affects.live {
+            self.attach_live(&found, &name, &request, paths)?;
+        }
+        let Some(edit) = config else { return Ok(true) };
+        if self.dry_run || edit.changes.is_empty() {
+            report(&name, &edit.changes, self.dry_run);
             return Ok(true);
         }
-        let defined = libvirt.define(&edited.to_text()?)?;
-        note_additions(&before, &defined)?;
-        report(&name, &changes, false);
-        println!("It takes effect when the domain is started: virsh start {name}");
+        let defined = libvirt.define(&edit.edited.to_text()?)?;
+        note_additions(&edit.before, &defined)?;
+        report(&name, &edit.changes, false);
+        if found.is_active()? {
+            println!("It takes effect when the domain is shut down and started again.");
+        } else {
+            println!("It takes effect when the domain is started: virsh start {name}");
+        }
         Ok(true)
     }
+
+    fn edit(
+        &self,
+        found: &LibvirtDomain,
+        name: &str,
+        request: &AttachRequest,
+        paths: &Paths,
+    ) -> Result<Edit> {
+        check_editable(found, name)?;
+        let text = found.definition()?;
+        let mut edited = DomainXml::parse(&text)?;
+        let changes = attachment::attach(&mut edited, &paths.run, request)?;
+        check_result(&edited, name, paths)?;
+        warn_about_limit(&edited, request.limit)?;
+        Ok(Edit {
+            before: DomainXml::parse(&text)?,
+            edited,
+            changes,
+        })
+    }
+
+    fn attach_live(
+        &self,
+        found: &LibvirtDomain,
+        name: &str,
+        request: &AttachRequest,
+        paths: &Paths,
+    ) -> Result<()> {
+        let running = Running::new(found, name, paths)?;
+        let prepared = running.prepare(request)?;
+        if !self.dry_run {
+            running.attach(&prepared)?;
+        }
+        report_live(name, prepared.changes(), self.dry_run);
+        if !self.dry_run {
+            println!(
+                "What is above its limit leaves in the background: 'outram status {name}' shows how far it is."
+            );
+        }
+        Ok(())
+    }
+}
+
+/// A definition before and after.
+struct Edit {
+    before: DomainXml,
+    edited: DomainXml,
+    changes: Vec<Change>,
 }
 
 impl DetachArguments {
@@ -157,22 +220,66 @@ impl DetachArguments {
         let libvirt = Libvirt::connect(uri)?;
         let found = libvirt.domain(&self.domain)?;
         let name = found.name()?;
-        check_editable(&found, &name)?;
-        let mut edited = DomainXml::parse(&found.definition()?)?;
-        let changes = attachment::detach(&mut edited, &paths.run)?;
+        let is_active = found.is_active()?;
+        let affects = self.affect.of(&name, is_active)?;
+        let config = match affects.config {
+            true => {
+                check_editable(&found, &name)?;
+                let mut edited = DomainXml::parse(&found.definition()?)?;
+                // With its settings goes the key to its disk: settings that are broken name none.
+                let settings = metadata::read(&edited).ok().flatten();
+                let changes = attachment::detach(&mut edited, &paths.run)?;
+                Some((edited, changes, settings))
+            }
+            false => None,
+        };
+        if affects.live {
+            let running = Running::new(&found, &name, paths)?;
+            let changes = running.detachment()?;
+            if !self.dry_run {
+                running.detach()?;
+            }
+            report_live(&name, &changes, self.dry_run);
+        }
+        let Some((edited, changes, settings)) = config else {
+            return Ok(true);
+        };
         if !self.dry_run {
+            if let Some(settings) = &settings {
+                self.leave_disk(settings, found.vm_id()?, paths)?;
+            }
             libvirt.define(&edited.to_text()?)?;
-            remove_run_dir(&found, paths)?;
+            if !is_active {
+                remove_run_dir(&found, paths)?;
+            }
         }
         report(&name, &changes, self.dry_run);
         Ok(true)
     }
+
+    /// Drops the disk, or says how it is dropped later.
+    fn leave_disk(&self, settings: &MemorySettings, vm: VmId, paths: &Paths) -> Result<()> {
+        let Some(disk) = settings.disk else {
+            return Ok(());
+        };
+        let disk = disk.key.disk_of(vm);
+        if self.drop_disk {
+            return disk::drop_parked(settings, disk, paths).context(
+                "the domain is left as it is, for its far-memory disk could not be dropped",
+            );
+        }
+        // Its servers are no longer known by then, unless the host's settings name them.
+        let servers = settings.servers.iter();
+        let named: String = servers
+            .map(|server| format!(" --server {server}"))
+            .collect();
+        println!("Its far-memory disk may stay parked at its servers; to drop it:");
+        println!("  outram disk drop {disk}{named}");
+        Ok(())
+    }
 }
 
 fn check_editable(domain: &LibvirtDomain, name: &str) -> Result<()> {
-    if domain.is_active()? {
-        bail!(AttachRefusal::Running(name.to_owned()));
-    }
     if !domain.is_persistent()? {
         bail!(AttachRefusal::Transient(name.to_owned()));
     }
@@ -222,7 +329,7 @@ fn note_additions(before: &DomainXml, defined: &LibvirtDomain) -> Result<()> {
 }
 
 /// Removes what a failed start may have left; a backend that still ends keeps its directory.
-fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()> {
+pub(super) fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()> {
     let vm = domain.vm_id()?;
     let run_dir = paths.run.join(vm.to_string());
     let control = BackendControl::of(&run_dir);
@@ -241,6 +348,16 @@ fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn report_live(name: &str, changes: &[Change], dry_run: bool) {
+    match dry_run {
+        true => println!("Domain '{name}' would be changed as it runs:"),
+        false => println!("Domain '{name}' changed as it runs:"),
+    }
+    for change in changes {
+        println!("  {change}");
+    }
 }
 
 fn report(name: &str, changes: &[Change], dry_run: bool) {

@@ -8,14 +8,11 @@ use anyhow::Result;
 use clap::Args;
 
 use super::completion::domain_names;
-use super::host_checks;
+use super::{domain_checks, host_checks};
 use crate::daemons::{Daemon, RELOAD_STAMP};
-use crate::domain_xml::DomainXml;
 use crate::hook::STAMP_FILE;
-use crate::host::{HostSettings, Paths};
-use crate::libvirt::{Libvirt, Version};
-use crate::{metadata, refusal};
-use outram_wire::causes::with_causes;
+use crate::host::Paths;
+use crate::libvirt::{self, Destination, Libvirt, Version};
 
 /// The oldest versions that Outram supports.
 const LIBVIRT_OLDEST: Version = Version(9, 0, 0);
@@ -27,6 +24,13 @@ pub struct DoctorArguments {
     /// Name or UUID of a domain to check as well
     #[arg(add = domain_names())]
     domain: Option<String>,
+    /// Check that the host of this libvirt, such as qemu+ssh://host2/system, calls Outram's hook: a
+    /// guest that is migrated to a host without Outram waits there for ever
+    ///
+    /// It is tried with a domain of 64 MiB that the hook refuses; where there is no hook, the domain
+    /// is started paused, and ended at once.
+    #[arg(long, value_name = "URI")]
+    migrate_to: Option<String>,
 }
 
 /// How a check came out.
@@ -111,7 +115,7 @@ impl DoctorArguments {
             Ok(libvirt) => {
                 checks.extend(versions(&libvirt));
                 if let Some(name) = &self.domain {
-                    checks.extend(domain(&libvirt, name, &settings, paths));
+                    checks.extend(domain_checks::domain(&libvirt, name, &settings, paths));
                 }
             }
             Err(error) => checks.push(Check::fail(
@@ -121,8 +125,9 @@ impl DoctorArguments {
             )),
         }
         if self.domain.is_none() {
-            checks.extend(host_checks::servers(&settings.servers));
+            checks.extend(host_checks::servers(&settings.servers, &settings, None));
         }
+        checks.extend(self.migrate_to.as_deref().map(destination));
         for check in &checks {
             println!("{check}");
         }
@@ -134,6 +139,24 @@ impl DoctorArguments {
             checks.len()
         );
         Ok(failed == 0)
+    }
+}
+
+fn destination(uri: &str) -> Check {
+    let name = "destination";
+    match libvirt::look_at_destination(uri) {
+        Ok(Destination::HasHook) => Check::pass(name, format!("'{uri}' calls Outram's hook")),
+        Ok(Destination::LacksHook) => Check::fail(
+            name,
+            format!("'{uri}' starts domains without calling Outram's hook"),
+            "outram setup on that host",
+        ),
+        Ok(Destination::Unclear(said)) => Check::fail(
+            name,
+            format!("'{uri}' does not start a domain by which to tell: {said}"),
+            "outram doctor on that host",
+        ),
+        Err(error) => Check::fail(name, error.to_string(), "name the destination's libvirt"),
     }
 }
 
@@ -167,68 +190,6 @@ fn versions(libvirt: &Libvirt) -> Vec<Check> {
             "look at libvirtd's log",
         )],
     }
-}
-
-/// The domain as its next start would find it.
-fn domain(libvirt: &Libvirt, name: &str, host: &HostSettings, paths: &Paths) -> Vec<Check> {
-    let read = || -> Result<DomainXml> {
-        let definition = libvirt.domain(name)?.definition()?;
-        Ok(DomainXml::parse(&definition)?)
-    };
-    let domain = match read() {
-        Ok(domain) => domain,
-        Err(error) => {
-            let error = with_causes(error.as_ref());
-            return vec![Check::fail(
-                "domain",
-                error,
-                "name a domain of 'virsh list --all'",
-            )];
-        }
-    };
-    let label = "domain settings";
-    let settings = match metadata::read(&domain) {
-        Ok(Some(settings)) => settings,
-        Ok(None) => {
-            let found = "the domain does not use Outram";
-            return vec![Check::warn(
-                label,
-                found,
-                format!("outram attach {name} --local-ratio 0.5"),
-            )];
-        }
-        Err(error) => {
-            let cure = format!("virsh edit {name}");
-            return vec![Check::fail(label, error.to_string(), cure)];
-        }
-    };
-    let mut checks = vec![Check::pass(label, format!("limit: {}", settings.limit))];
-    match refusal::check(&domain, &paths.run) {
-        Ok(refusals) if refusals.is_empty() => {
-            checks.push(Check::pass(
-                "domain",
-                "has nothing that keeps it from being paged",
-            ));
-        }
-        Ok(refusals) => checks.extend(refusals.iter().map(|refusal| {
-            // Each message names its cure itself.
-            Check::fail("domain", refusal.to_string(), "")
-        })),
-        Err(error) => checks.push(Check::fail("domain", with_causes(&error), "")),
-    }
-    let servers = match settings.servers.is_empty() {
-        true => &host.servers,
-        false => &settings.servers,
-    };
-    if servers.is_empty() {
-        let cure = format!(
-            "outram attach {name} … --server HOST:PORT, or 'servers' in {}",
-            paths.config.display()
-        );
-        checks.push(Check::fail("servers", "none is named", cure));
-    }
-    checks.extend(host_checks::servers(servers));
-    checks
 }
 
 /// Whether a daemon of libvirt is known to have seen the hook where it is now: it called the hook,

@@ -2,28 +2,25 @@
 
 use std::fs;
 use std::io;
-use std::net::{TcpStream, ToSocketAddrs};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
-use outram_wire::tls::{self, TlsFiles};
+use outram_wire::tls;
 
 use super::doctor::{Check, knows_hook};
 use super::setup::HOOK_NAME;
 use crate::apparmor::{self, AppArmor};
 use crate::daemons;
 use crate::host::{self, HostSettings, Paths, is_executable};
+use crate::observer::Observer;
 use crate::shmem_thp;
 use crate::uffd_probe;
 use outram_wire::causes::with_causes;
-use outram_wire::server::ServerAddress;
+use outram_wire::server::{ServerAddress, ServerStats};
+use outram_wire::units::format_size;
 
 /// The oldest kernel with all that the hand-over needs.
 const KERNEL_OLDEST: (u32, u32) = (6, 1);
-
-/// How long a memory server may take to accept a connection.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Where Yama says who may trace whom; the file is missing where Yama is not built in.
 const PTRACE_SCOPE: &str = "/proc/sys/kernel/yama/ptrace_scope";
@@ -170,18 +167,20 @@ fn kvm() -> Option<Check> {
 /// Our own programs, and whether libvirt calls the hook.
 pub(super) fn programs(paths: &Paths) -> Vec<Check> {
     let mut checks = vec![backend(paths), hook(paths)];
-    checks.extend(apparmor());
+    checks.extend(apparmor(paths));
     checks
 }
 
 /// Whether libvirt's profiles let QEMU do what the hand-over needs; nothing where AppArmor is off.
-fn apparmor() -> Option<Check> {
+fn apparmor(paths: &Paths) -> Option<Check> {
     let name = "AppArmor";
     if !apparmor::is_enabled() {
         return None;
     }
     let found = AppArmor::below(Path::new("/"))?;
-    Some(match found.lacks() {
+    let hook = fs::canonicalize(paths.hooks.join(HOOK_NAME)).ok();
+    let keeps_from = hook.and_then(|hook| found.keeps_from(&hook));
+    Some(match keeps_from.or_else(|| found.lacks()) {
         None => Check::pass(name, found.rules.display().to_string()),
         Some(lacking) => Check::fail(name, lacking, "outram setup"),
     })
@@ -280,15 +279,7 @@ pub(super) fn settings(paths: &Paths) -> (HostSettings, Check) {
 
 /// This host's identity: readable, of the CA, and not expired.
 pub(super) fn certificates(settings: &HostSettings) -> Check {
-    let or = |path: &Option<std::path::PathBuf>, name: &str| {
-        path.clone()
-            .unwrap_or_else(|| Path::new("/etc/outram/pki").join(name))
-    };
-    let files = TlsFiles {
-        ca: or(&settings.tls_ca, "ca.pem"),
-        cert: or(&settings.tls_cert, "client.pem"),
-        key: or(&settings.tls_key, "client.key"),
-    };
+    let files = settings.tls_files();
     match tls::client_config(&files) {
         Ok(_) => Check::pass("certificates", files.cert.display().to_string()),
         Err(error) => Check::fail(
@@ -299,28 +290,41 @@ pub(super) fn certificates(settings: &HostSettings) -> Check {
     }
 }
 
-/// Whether each server accepts a connection.
-pub(super) fn servers(servers: &[ServerAddress]) -> Vec<Check> {
-    servers
-        .iter()
-        .map(|server| match reach(server) {
-            Ok(()) => Check::pass("server", format!("{server} accepts connections")),
-            Err(error) => Check::fail(
-                "server",
-                format!("{server}: {error}"),
-                "start outram-memserver there, and let its port through the firewall",
-            ),
-        })
-        .collect()
+/// Whether each server admits this host, and has `wanted` bytes to lend.
+pub(super) fn servers(
+    servers: &[ServerAddress],
+    settings: &HostSettings,
+    wanted: Option<u64>,
+) -> Vec<Check> {
+    let files = settings.tls_files();
+    let check = |server| match Observer::connect(server, &files)
+        .and_then(|mut observer| observer.stats())
+    {
+        Ok(stats) => room(server, &stats, wanted),
+        Err(error) => Check::fail(
+            "server",
+            with_causes(&error),
+            "start outram-memserver there, let its port through the firewall, and have both ends' certificates from one CA",
+        ),
+    };
+    servers.iter().map(check).collect()
 }
 
-fn reach(server: &ServerAddress) -> io::Result<()> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in (server.host(), server.port()).to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
-            Ok(_) => return Ok(()),
-            Err(error) => last = error,
-        }
+fn room(server: &ServerAddress, stats: &ServerStats, wanted: Option<u64>) -> Check {
+    let free = stats
+        .memory_bytes
+        .saturating_sub(stats.reserved_bytes.max(stats.leased_bytes));
+    let found = format!(
+        "{server} has {} of {} free",
+        format_size(free),
+        format_size(stats.memory_bytes)
+    );
+    match wanted {
+        Some(wanted) if free < wanted => Check::fail(
+            "server",
+            format!("{found}, and the guest needs {}", format_size(wanted)),
+            "another server, a larger --local-ratio, or more --memory there",
+        ),
+        _ => Check::pass("server", found),
     }
-    Err(last)
 }

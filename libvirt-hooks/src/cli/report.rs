@@ -42,6 +42,10 @@ pub enum State {
     Stalled,
     /// A page is lost and the guest stands still where it needs it.
     Stopped,
+    /// Its memory comes home, for a live detach.
+    Homing,
+    /// Its memory is the kernel's again; its disk is still there.
+    Released,
     /// The backend refused the guest.
     Refused,
     /// The guest ended, its memory is being given back.
@@ -106,6 +110,8 @@ fn state_of(phase: Phase) -> State {
         Phase::Serving => State::Serving,
         Phase::Stalled => State::Stalled,
         Phase::Stopped => State::Stopped,
+        Phase::Homing => State::Homing,
+        Phase::Released => State::Released,
         Phase::Refused => State::Refused,
         Phase::Ending => State::Ending,
     }

@@ -87,7 +87,9 @@ impl SetupArguments {
             setup.directory(dir, mode)?;
         }
         setup.settings(self.allow_sysctl)?;
-        let new_hook = setup.hook()?;
+        let program = hook_program()?;
+        setup.let_libvirt_start(&program)?;
+        let new_hook = setup.hook(&program)?;
         setup.apparmor()?;
         if self.allow_sysctl {
             setup.sysctl()?;
@@ -172,6 +174,9 @@ impl Setup<'_> {
         let ours = fs::read_link(&link)
             .is_ok_and(|target| target.file_name().is_some_and(|name| name == HOOK_PROGRAM));
         let removed = ours && self.remove_file(&link)?;
+        if removed || fs::symlink_metadata(&link).is_err() {
+            self.let_libvirt_start_no_hook()?;
+        }
         self.remove_apparmor()?;
         self.remove_file(&self.prefix.join(SYSCTL_FILE))?;
         if self.is_live() {
@@ -222,17 +227,7 @@ impl Setup<'_> {
     }
 
     /// Links the hook program into libvirt's directory; the result is whether it is new there.
-    fn hook(&mut self) -> Result<bool> {
-        let program = std::env::current_exe()
-            .and_then(fs::canonicalize)
-            .context("cannot tell where this program is")?
-            .with_file_name(HOOK_PROGRAM);
-        if !is_executable(&program) {
-            bail!(
-                "{} is not there: install all of Outram's programs in one directory",
-                program.display()
-            );
-        }
+    fn hook(&mut self, program: &Path) -> Result<bool> {
         let other = self.prefix.join("etc/libvirt/hooks/qemu");
         if other.exists() {
             self.found(&format!(
@@ -259,7 +254,7 @@ impl Setup<'_> {
         }
         let what = format!("link hook {} to {}", link.display(), program.display());
         if self.doing(&what) {
-            replace_link(&program, &link)?;
+            replace_link(program, &link)?;
         }
         Ok(true)
     }
@@ -308,6 +303,21 @@ impl Setup<'_> {
         }
         Ok(())
     }
+}
+
+/// The hook's program, installed beside this one.
+fn hook_program() -> Result<PathBuf> {
+    let program = std::env::current_exe()
+        .and_then(fs::canonicalize)
+        .context("cannot tell where this program is")?
+        .with_file_name(HOOK_PROGRAM);
+    if !is_executable(&program) {
+        bail!(
+            "{} is not there: install all of Outram's programs in one directory",
+            program.display()
+        );
+    }
+    Ok(program)
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {

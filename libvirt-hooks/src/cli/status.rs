@@ -13,6 +13,7 @@ use serde::Serialize;
 use super::completion::domain_names;
 use super::output::{self, now_in_words, parse_delay};
 use super::report::{Report, State, all_guests, find_guest, report, reports};
+use super::table;
 use crate::host::Paths;
 
 /// The arguments of `outram status`.
@@ -78,7 +79,7 @@ impl StatusArguments {
             return if self.json {
                 self.json_of(&reports)
             } else {
-                Ok(table(&reports))
+                Ok(overview(&reports))
             };
         };
         let report = report(&find_guest(name, uri, paths)?, paths);
@@ -113,6 +114,8 @@ fn in_words(state: State) -> &'static str {
             "backend gone: it ended unexpectedly, the guest stands still where it needs it"
         }
         State::Failed => "failed",
+        State::Homing => "coming home, for a live detach",
+        State::Released => "released: all of its memory is on this host again",
         State::Off => "not running",
     }
 }
@@ -120,28 +123,16 @@ fn in_words(state: State) -> &'static str {
 const HEADINGS: [&str; 7] = ["DOMAIN", "STATE", "RAM", "LIMIT", "LOCAL", "REMOTE", "LOST"];
 
 /// All guests, a line each; what is wrong with one below it.
-pub fn table(reports: &[Report]) -> String {
+pub fn overview(reports: &[Report]) -> String {
     if reports.is_empty() {
         return "No domain has a backend.\n".to_owned();
     }
     let mut rows = vec![HEADINGS.map(str::to_owned)];
     rows.extend(reports.iter().map(row));
-    let widths: Vec<usize> = (0..HEADINGS.len())
-        .map(|column| {
-            rows.iter()
-                .map(|row| row[column].chars().count())
-                .max()
-                .unwrap_or(0)
-        })
-        .collect();
+    let laid_out = table::lay_out(&rows);
     let mut text = String::new();
-    for (index, row) in rows.iter().enumerate() {
-        let cells: Vec<String> = row
-            .iter()
-            .zip(&widths)
-            .map(|(cell, width)| format!("{cell:width$}"))
-            .collect();
-        text.push_str(cells.join("  ").trim_end());
+    for (index, line) in laid_out.lines().enumerate() {
+        text.push_str(line);
         text.push('\n');
         if let Some(error) = index.checked_sub(1).and_then(|i| reports[i].error.as_ref()) {
             text.push_str(&format!("  {error}\n"));

@@ -113,6 +113,8 @@ pub(crate) fn status(name: &str, vm: VmId, limit: Limit) -> Status {
         stored_bytes: 30 << 20,
         filled_bytes: 3 << 20,
         lost_bytes: 0,
+        homing: None,
+        unmanaged_bytes: 0,
         waiting_faults: 0,
         kernel_memfd_bytes: 24 << 20,
         kernel_staging_bytes: 4 << 20,

@@ -80,7 +80,7 @@ impl Spec {
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>{IMAGES}/vmlinuz</kernel>
     <initrd>{IMAGES}/initrd</initrd>
-    <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable</cmdline>
+    <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable memhp_default_state=online_movable</cmdline>
   </os>
   <features><acpi/></features>
   <on_poweroff>destroy</on_poweroff>

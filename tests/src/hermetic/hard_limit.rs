@@ -41,14 +41,12 @@ impl HardLimit {
             version,
             home: home(mount, version),
         };
-        let file = if version == 2 {
-            "memory.max"
-        } else {
-            "memory.limit_in_bytes"
-        };
-        made.write(file, &bytes.to_string())?;
+        made.write(limit_file(version), &bytes.to_string())?;
         // Absent where swap is not accounted; tests run without swap or accept it.
-        let _ = made.write("memory.swap.max", "0");
+        let _ = match version {
+            2 => made.write("memory.swap.max", "0"),
+            _ => made.write("memory.memsw.limit_in_bytes", &bytes.to_string()),
+        };
         Ok(made)
     }
 
@@ -69,6 +67,20 @@ impl HardLimit {
     pub fn release(&self, pid: u32) -> Result<()> {
         let path = self.home.join("cgroup.procs");
         fs::write(&path, pid.to_string()).with_context(|| path.display().to_string())
+    }
+
+    /// Whether a process is in it.
+    pub fn holds(&self, pid: u32) -> Result<bool> {
+        let path = self.folder.join("cgroup.procs");
+        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        Ok(text.lines().any(|line| line.parse() == Ok(pid)))
+    }
+
+    /// The limit that the kernel has in force.
+    pub fn limit_bytes(&self) -> Result<u64> {
+        let path = self.folder.join(limit_file(self.version));
+        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        text.trim().parse().with_context(|| text)
     }
 
     /// The most it has held, where the kernel tells.
@@ -94,6 +106,13 @@ impl HardLimit {
         text.lines()
             .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
             .with_context(|| format!("{} has no oom_kill", path.display()))
+    }
+}
+
+fn limit_file(version: u8) -> &'static str {
+    match version {
+        2 => "memory.max",
+        _ => "memory.limit_in_bytes",
     }
 }
 

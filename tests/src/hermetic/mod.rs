@@ -8,13 +8,15 @@
 //! * [`guest`] is a domain on it, driven through its serial [`console`];
 //! * [`server`] is a memory server process, [`proxy`] a line to it that can be cut;
 //! * [`suite`] runs tests in one;
-//! * [`sampler`] watches what a guest costs its host, [`hard_limit`] makes the kernel enforce it.
+//! * [`sampler`] watches what a guest costs its host, [`hard_limit`] makes the kernel enforce it;
+//! * [`huge_pages`] fills the machine's pool of huge pages.
 
 pub mod command;
 pub mod console;
 pub mod guest;
 pub mod hard_limit;
 pub mod host;
+pub mod huge_pages;
 pub mod neighbour;
 pub mod place;
 pub mod proxy;

@@ -36,6 +36,21 @@ pub struct Launch {
     pub arguments: Vec<String>,
 }
 
+impl Launch {
+    /// At an address of the private host.
+    fn at(host: &Host, address: &str, memory: &str, slab_mib: u64) -> Result<Self> {
+        Ok(Self {
+            program: host.program("outram-memserver")?.into(),
+            address: format!("{address}:{}", host.port()),
+            metrics: format!("127.0.0.1:{}", host.port()),
+            pki: PKI.into(),
+            log: LOG.into(),
+            slab_bytes: slab_mib << 20,
+            arguments: vec!["--memory".to_owned(), memory.to_owned()],
+        })
+    }
+}
+
 /// A running `outram-memserver`; killed when dropped.
 #[derive(Debug)]
 pub struct MemServer {
@@ -57,15 +72,15 @@ impl MemServer {
 
     /// The same at an address of the private host, for others to reach it.
     pub fn start_at(host: &Host, address: &str, memory: &str, slab_mib: u64) -> Result<Self> {
-        Self::launch(Launch {
-            program: host.program("outram-memserver")?.into(),
-            address: format!("{address}:{}", host.port()),
-            metrics: format!("127.0.0.1:{}", host.port()),
-            pki: PKI.into(),
-            log: LOG.into(),
-            slab_bytes: slab_mib << 20,
-            arguments: vec!["--memory".to_owned(), memory.to_owned()],
-        })
+        Self::launch(Launch::at(host, address, memory, slab_mib)?)
+    }
+
+    /// One that takes back after `lease_timeout` what clients left without a word.
+    pub fn start_with_lease(host: &Host, memory: &str, lease_timeout: &str) -> Result<Self> {
+        let mut launch = Launch::at(host, "127.0.0.1", memory, 4)?;
+        let lease = ["--lease-timeout".to_owned(), lease_timeout.to_owned()];
+        launch.arguments.extend(lease);
+        Self::launch(launch)
     }
 
     /// Starts one.

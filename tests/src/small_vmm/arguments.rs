@@ -1,7 +1,7 @@
 //! The command line: the few options of QEMU that matter here.
 
 use anyhow::{Context, Result, bail, ensure};
-use outram_wire::units::{PAGE_SIZE, parse_size};
+use outram_wire::units::{PageSize, parse_size};
 
 /// A block of RAM to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -10,6 +10,10 @@ pub struct Block {
     pub id: String,
     /// Its size in bytes.
     pub size: u64,
+    /// Whether it has huge pages of 2 MiB.
+    pub huge: bool,
+    /// Whether all of it is populated at the start.
+    pub prealloc: bool,
 }
 
 /// What the command line asks for.
@@ -68,13 +72,26 @@ fn block(value: &str) -> Result<Block> {
         "the only object is memory-backend-memfd, not '{value}'"
     );
     let size = parse_size(property(value, "size")?)?;
+    let is_on = |key| property(value, key).is_ok_and(|value| value == "on");
+    let huge = is_on("hugetlb");
+    if huge {
+        let page = parse_size(property(value, "hugetlbsize")?)?;
+        ensure!(
+            page == PageSize::HUGE.bytes(),
+            "huge pages are of {}, not of {page} bytes",
+            PageSize::HUGE
+        );
+    }
+    let page = if huge { PageSize::HUGE } else { PageSize::BASE };
     ensure!(
-        size > 0 && size.is_multiple_of(PAGE_SIZE as u64),
+        size > 0 && size.is_multiple_of(page.bytes()),
         "a block's size is whole pages, not {size} bytes"
     );
     Ok(Block {
         id: property(value, "id")?.to_owned(),
         size,
+        huge,
+        prealloc: is_on("prealloc"),
     })
 }
 
@@ -91,11 +108,14 @@ mod tests {
         let arguments = parse(
             "-object memory-backend-memfd,id=ram0,size=64M,share=on \
              -object memory-backend-memfd,id=ram1,size=8K -smp 3 \
+             -object memory-backend-memfd,id=ram2,size=4M,hugetlb=on,hugetlbsize=2M,prealloc=on \
              -chardev socket,id=c0,path=/x.sock -device vhost-user-blk-pci,chardev=c0",
         )
         .expect("a sound line");
-        assert_eq!(arguments.ram.len(), 2);
+        assert_eq!(arguments.ram.len(), 3);
         assert_eq!(arguments.ram[1].size, 8192);
+        assert!(!arguments.ram[1].huge && !arguments.ram[1].prealloc);
+        assert!(arguments.ram[2].huge && arguments.ram[2].prealloc);
         assert_eq!(arguments.socket.as_deref(), Some("/x.sock"));
         assert_eq!(arguments.vcpus, 3);
     }
@@ -107,6 +127,8 @@ mod tests {
             "-object memory-backend-ram,id=x,size=1M",
             "-object memory-backend-memfd,id=x,size=100",
             "-object memory-backend-memfd,id=x,size=1M -smp 0",
+            "-object memory-backend-memfd,id=x,size=1M,hugetlb=on,hugetlbsize=2M",
+            "-object memory-backend-memfd,id=x,size=1G,hugetlb=on,hugetlbsize=1G",
             "-object",
             "-machine q35",
         ] {

@@ -27,7 +27,8 @@ pub struct SmallVmm {
 pub struct Plan<'a> {
     /// The program `small-vmm`.
     pub program: &'a Path,
-    /// Sizes of its blocks of RAM, such as `64M`.
+    /// Sizes of its blocks of RAM, such as `64M`, each with what else QEMU is to be told of it, such
+    /// as `64M,prealloc=on`.
     pub ram: &'a [&'a str],
     /// The backend's socket, if it has a disk.
     pub socket: Option<&'a Path>,

@@ -146,6 +146,14 @@ impl FrontEnd {
         }
         Ok(())
     }
+
+    /// Tells that a block of RAM is about to go.
+    pub(super) fn unplug(&mut self, block: &Block) -> Result<()> {
+        if self.has_memory_table {
+            self.front.remove_mem_region(&region(block))?;
+        }
+        Ok(())
+    }
 }
 
 fn region(block: &Block) -> VhostUserMemoryRegionInfo {

@@ -26,12 +26,15 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use outram_wire::units::PageSize;
 use serde_json::{Value, json};
+use vm_memory::Bytes;
 
 use super::arguments::Arguments;
 use super::dirty_log::DirtyLog;
@@ -54,9 +57,19 @@ struct Board {
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let board = Arc::new(Board::default());
     for block in &arguments.ram {
-        board.ram.plug(block.size)?;
+        let page = match block.huge {
+            true => PageSize::HUGE,
+            false => PageSize::BASE,
+        };
+        let made = board.ram.plug_pages(block.size, page, false)?;
+        if block.prealloc {
+            let step = made.discard_pages() as usize;
+            for index in (0..block.size / PageSize::BASE.bytes()).step_by(step) {
+                made.page(index)?.store(0u64, 0, Ordering::Relaxed)?;
+            }
+        }
     }
-    board.versions.grow(board.ram.pages());
+    board.versions.resize(board.ram.pages());
     signals::catch()?;
     let vcpus: Vec<Vcpu> = (0..arguments.vcpus)
         .map(|index| start_vcpu(index, Arc::clone(&board)))
@@ -91,8 +104,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
                 tell(&command, result);
             }
             Some(
-                action @ ("connect" | "disconnect" | "disk-start" | "disk-stop" | "plug" | "info"
-                | "log-start" | "log-take" | "log-stop"),
+                action @ ("connect" | "disconnect" | "disk-start" | "disk-stop" | "plug" | "unplug"
+                | "info" | "log-start" | "log-take" | "log-stop"),
             ) => {
                 let path = arguments.socket.as_deref();
                 let result = obey_on_main(action, &command, &board, &mut front_end, path);
@@ -177,11 +190,10 @@ fn obey_on_main(
         *front_end = None;
         return Ok(json!({}));
     }
-    if action == "plug" {
-        let block = board.ram.plug(number(command, "bytes")?)?;
-        board.versions.grow(board.ram.pages());
-        if let Some(front) = front_end {
-            front.plug(&block)?;
+    if action == "plug" || action == "unplug" {
+        match action {
+            "plug" => plug(command, board, front_end.as_mut())?,
+            _ => unplug(command, board, front_end.as_mut())?,
         }
         return Ok(json!({"pages": board.ram.pages()}));
     }
@@ -227,6 +239,29 @@ fn obey_on_main(
             "config": hex(&front.config),
         })),
     }
+}
+
+fn plug(command: &Value, board: &Board, front: Option<&mut FrontEnd>) -> Result<()> {
+    let private = command["private"].as_bool().unwrap_or(false);
+    let block = board.ram.plug(number(command, "bytes")?, private)?;
+    board.versions.resize(board.ram.pages());
+    match front {
+        Some(front) => front.plug(&block),
+        None => Ok(()),
+    }
+}
+
+/// In QEMU's order: the back end is told first.
+fn unplug(command: &Value, board: &Board, front: Option<&mut FrontEnd>) -> Result<()> {
+    let block = board.ram.unplug()?;
+    if let Some(front) = front {
+        front.unplug(&block)?;
+    }
+    if command["yank"].as_bool().unwrap_or(false) {
+        block.yank()?;
+    }
+    board.versions.resize(board.ram.pages());
+    Ok(())
 }
 
 fn obey(command: &Value, board: &Board) -> Result<Value> {
@@ -276,6 +311,10 @@ fn use_stretch(action: &str, command: &Value, board: &Board) -> Result<Value> {
         "discard" => {
             board.ram.discard(page, pages)?;
             stretch.forget();
+            Ok(json!({"pages": pages}))
+        }
+        "unmap" => {
+            board.ram.unmap(page, pages)?;
             Ok(json!({"pages": pages}))
         }
         other => bail!("unknown command '{other}'"),

@@ -11,7 +11,6 @@ use anyhow::{Context, Result, ensure};
 use outram_wire::units::PAGE_SIZE;
 use serde_json::{Value, json};
 use vm_memory::{Bytes, ReadVolatile, VolatileSlice, WriteVolatile};
-use vmm_sys_util::seek_hole::SeekHole;
 
 use super::ram::{Block, Ram};
 
@@ -23,8 +22,8 @@ pub(super) const WORDS: usize = PAGE_SIZE / 8;
 pub(super) struct Versions(std::sync::RwLock<Vec<Arc<AtomicU32>>>);
 
 impl Versions {
-    /// Makes room for this many pages.
-    pub(super) fn grow(&self, pages: u64) {
+    /// There are this many pages now; new ones were never written.
+    pub(super) fn resize(&self, pages: u64) {
         let mut versions = self.0.write().expect("no holder panics");
         versions.resize_with(pages as usize, Arc::default);
     }
@@ -154,8 +153,7 @@ impl Stretch {
     pub(super) fn present(&self) -> Result<Value> {
         let mut present = 0;
         for (block, page, _) in &self.pages {
-            let mut file = block.file.try_clone()?;
-            present += u64::from(file.seek_data(page * PAGE)? == Some(page * PAGE));
+            present += u64::from(block.has_page(*page)?);
         }
         Ok(json!({"present": present}))
     }
@@ -274,9 +272,9 @@ mod tests {
     #[test]
     fn stale_and_foreign_pages_are_mismatches() {
         let ram = Ram::default();
-        ram.plug(8 * PAGE).expect("memory");
+        ram.plug(8 * PAGE, false).expect("memory");
         let versions = Versions::default();
-        versions.grow(8);
+        versions.resize(8);
         let stretch = Stretch::new(&ram, &versions, 0, 8).expect("within");
         let bad = |stretch: &Stretch| stretch.verify().expect("within")["mismatches"].clone();
         assert_eq!(bad(&stretch), 0);

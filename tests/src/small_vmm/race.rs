@@ -166,9 +166,23 @@ impl<'a> Race<'a> {
             let index = random.next() % pages;
             let within = pages.min(self.block_end(index)) - index;
             let length = (1 + random.next() % DISCARD_MOST).min(within);
-            act(self, index, length)?;
+            if let Some((index, length)) = self.whole_pages(index, length) {
+                act(self, index, length)?;
+            }
         }
         Ok(())
+    }
+
+    /// A run, or where its block's pages are huge, the one that it begins in, if all of that takes
+    /// part.
+    fn whole_pages(&self, index: u64, length: u64) -> Option<(u64, u64)> {
+        let page = &self.pages[index as usize];
+        let each = page.block.discard_pages();
+        if each == 1 {
+            return Some((index, length));
+        }
+        let first = index.checked_sub(page.index % each)?;
+        (first + each <= self.pages.len() as u64).then_some((first, each))
     }
 
     /// Index of the first page behind this one's block.

@@ -4,27 +4,51 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, RwLock};
 
 use anyhow::{Context, Result, ensure};
-use outram_wire::units::PAGE_SIZE;
+use outram_wire::units::{PAGE_SIZE, PageSize};
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
+use vmm_sys_util::seek_hole::SeekHole;
 
 const PAGE: u64 = PAGE_SIZE as u64;
+/// In an entry of a page map.
+const PRESENT: u64 = 1 << 63;
 
 /// One block of RAM.
 pub(super) struct Block {
     pub guest_address: u64,
     pub size: u64,
     pub file: Arc<File>,
+    /// Size of its pages in the kernel; those that are numbered are base pages always.
+    pub page: PageSize,
     region: MmapRegion,
 }
 
 impl Block {
     pub(super) fn vmm_address(&self) -> u64 {
         self.region.as_ptr() as u64
+    }
+
+    /// Base pages that are discarded together, at least.
+    pub(super) fn discard_pages(&self) -> u64 {
+        self.page.bytes() / PAGE
+    }
+
+    /// Whether the kernel has the page of this index: as the memfd says, or for huge pages, of
+    /// which it does not, our own page table.
+    pub(super) fn has_page(&self, index: u64) -> Result<bool> {
+        if !self.page.is_huge() {
+            let data = self.file.try_clone()?.seek_data(index * PAGE)?;
+            return Ok(data == Some(index * PAGE));
+        }
+        let mut entry = [0; 8];
+        let at = (self.vmm_address() / PAGE + index) * 8;
+        File::open("/proc/self/pagemap")?.read_exact_at(&mut entry, at)?;
+        Ok(u64::from_ne_bytes(entry) & PRESENT != 0)
     }
 }
 
@@ -35,23 +59,51 @@ pub(super) struct Ram {
 }
 
 impl Ram {
-    /// Adds a block behind the others.
-    pub(super) fn plug(&self, size: u64) -> Result<Arc<Block>> {
+    /// Adds a block behind the others; mapped privately if `private`, which no other process sees.
+    pub(super) fn plug(&self, size: u64, private: bool) -> Result<Arc<Block>> {
+        self.plug_pages(size, PageSize::BASE, private)
+    }
+
+    /// Adds a block with pages of a size behind the others.
+    pub(super) fn plug_pages(
+        &self,
+        size: u64,
+        page: PageSize,
+        private: bool,
+    ) -> Result<Arc<Block>> {
         let mut blocks = self.blocks.write().expect("no holder panics");
         let guest_address = blocks
             .last()
             .map_or(0, |last| last.guest_address + last.size);
-        let file = Arc::new(memfd(size).context("making a memfd")?);
+        let file = Arc::new(memfd(size, page).context("making a memfd")?);
         let offset = FileOffset::from_arc(Arc::clone(&file), 0);
-        let region = MmapRegion::from_file(offset, usize::try_from(size)?)?;
+        let sharing = if private {
+            libc::MAP_PRIVATE
+        } else {
+            libc::MAP_SHARED
+        };
+        let region = MmapRegion::build(
+            Some(offset),
+            usize::try_from(size)?,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_NORESERVE | sharing,
+        )?;
         let block = Arc::new(Block {
             guest_address,
             size,
             file,
+            page,
             region,
         });
         blocks.push(Arc::clone(&block));
         Ok(block)
+    }
+
+    /// Takes the last block out. It is unmapped once nobody uses it.
+    pub(super) fn unplug(&self) -> Result<Arc<Block>> {
+        let mut blocks = self.blocks.write().expect("no holder panics");
+        ensure!(blocks.len() > 1, "the first block stays");
+        blocks.pop().context("there is no block")
     }
 
     pub(super) fn blocks(&self) -> Vec<Arc<Block>> {
@@ -112,7 +164,7 @@ impl Ram {
     }
 
     /// Gives pages back as QEMU's balloon does it: punched out of the file first, then dropped
-    /// from the mapping.
+    /// from the mapping, unless they are huge.
     pub(super) fn discard(&self, first_page: u64, pages: u64) -> Result<()> {
         let (block, offset) = self.find(first_page * PAGE, pages * PAGE)?;
         let length = pages * PAGE;
@@ -124,7 +176,27 @@ impl Ram {
             length,
         )
         .context("punching a hole")?;
-        self.drop_mapping(first_page, pages)
+        match block.page.is_huge() {
+            true => Ok(()),
+            false => self.drop_mapping(first_page, pages),
+        }
+    }
+
+    /// Takes pages out of the address space; nothing else comes to lie there.
+    pub(super) fn unmap(&self, first_page: u64, pages: u64) -> Result<()> {
+        let (block, offset) = self.find(first_page * PAGE, pages * PAGE)?;
+        let start = block.region.as_ptr().wrapping_add(offset as usize);
+        let length = (pages * PAGE) as usize;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        // SAFETY: the range lies within the block's own mapping of guest memory, which no Rust
+        // reference points to; find() checked its borders. The block unmaps it with the rest.
+        let mapped = unsafe { libc::mmap(start.cast(), length, libc::PROT_NONE, flags, -1, 0) };
+        ensure!(
+            mapped != libc::MAP_FAILED,
+            "mmap: {}",
+            io::Error::last_os_error()
+        );
+        Ok(())
     }
 
     /// Drops pages from the mapping; what the file holds of them stays.
@@ -141,6 +213,30 @@ impl Ram {
 }
 
 impl Block {
+    /// Unmaps it though others may be using it: whoever accesses it then is refused (`EFAULT`, or
+    /// SIGSEGV). Its addresses stay taken until it is dropped.
+    pub(super) fn yank(&self) -> Result<()> {
+        let length = usize::try_from(self.size)?;
+        // SAFETY: the range is the block's own mapping, which no Rust reference points to; what is
+        // put in its place is unmapped with it when it is dropped.
+        let put = unsafe {
+            libc::mmap(
+                self.region.as_ptr().cast(),
+                length,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        ensure!(
+            put != libc::MAP_FAILED,
+            "mmap: {}",
+            io::Error::last_os_error()
+        );
+        Ok(())
+    }
+
     /// One page of it.
     pub(super) fn page(&self, index: u64) -> Result<VolatileSlice<'_>> {
         let offset = usize::try_from(index * PAGE)?;
@@ -148,10 +244,14 @@ impl Block {
     }
 }
 
-/// A memfd of this size.
-fn memfd(size: u64) -> io::Result<File> {
+/// A memfd of this size, with pages of that.
+fn memfd(size: u64, page: PageSize) -> io::Result<File> {
+    let flags = match page.is_huge() {
+        true => libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB,
+        false => libc::MFD_CLOEXEC,
+    };
     // SAFETY: the name is a valid C string.
-    let number = unsafe { libc::memfd_create(c"memory-backend-memfd".as_ptr(), libc::MFD_CLOEXEC) };
+    let number = unsafe { libc::memfd_create(c"memory-backend-memfd".as_ptr(), flags) };
     if number < 0 {
         return Err(io::Error::last_os_error());
     }

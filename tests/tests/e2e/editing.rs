@@ -243,10 +243,10 @@ fn renamed(lab: &Lab) -> Result<()> {
     virsh_ok(&["undefine", &guest.uuid])?;
     lab.host
         .outram_ok(&["tune", name, "--local-ratio", "0.3"])?;
-    let detached = lab.host.outram(&["detach", name])?;
+    let detached = lab.host.outram(&["detach", name, "--config"])?;
     ensure!(
-        !detached.success() && detached.said().contains("running"),
-        "a running guest is not detached: {}",
+        !detached.success() && detached.said().contains("transient"),
+        "it has no definition: {}",
         detached.said()
     );
     check(&mut console, SHARE, 1)?;

@@ -18,6 +18,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("far_disk_is_emptied_by_shutdown", emptied),
     ("far_disk_is_kept_by_managedsave", saved),
     ("far_disk_on_a_lost_server_gives_errors", lost),
+    ("parked_disks_are_listed_and_dropped", listed_and_dropped),
 ];
 
 /// Swapping guests are emulated, and page in what they swap out: minutes, on a loaded machine.
@@ -33,12 +34,12 @@ fn disk_of(guest: &Guest) -> Result<DiskStatus> {
     guest.status()?.disk.context("the status shows the disk")
 }
 
-fn demand_same(report: &Answer) -> Result<()> {
+pub(crate) fn demand_same(report: &Answer) -> Result<()> {
     ensure!(report.get("mismatches")? == 0, "{}", report.line);
     Ok(())
 }
 
-fn demand_no_error(guest: &Guest) -> Result<DiskStatus> {
+pub(crate) fn demand_no_error(guest: &Guest) -> Result<DiskStatus> {
     let disk = disk_of(guest)?;
     ensure!(disk.state == DiskState::Open, "{disk:?}");
     ensure!(disk.errors == 0 && disk.integrity_failures == 0, "{disk:?}");
@@ -131,7 +132,7 @@ fn emptied(lab: &Lab) -> Result<()> {
     guest.wait_backend_gone(SHORT)
 }
 
-fn write_and_verify(console: &mut Console) -> Result<()> {
+pub(crate) fn write_and_verify(console: &mut Console) -> Result<()> {
     console.ask("bare-write 16 3", "BARE", LONG)?;
     let report = console.ask("bare-verify 16 3", "BARE", LONG)?;
     ensure!(report.get("size")? == 1 << 30, "{}", report.line);
@@ -189,4 +190,62 @@ fn lost(lab: &Lab) -> Result<()> {
     ensure!(disk.state == DiskState::Lost && disk.errors > 0, "{disk:?}");
     guest.destroy()?;
     guest.wait_backend_gone(SHORT)
+}
+
+fn listed_and_dropped(lab: &Lab) -> Result<()> {
+    let server = lab.server("3GiB")?;
+    let guest = attach(lab, Spec::new("parker", 256), &server.address)?;
+    let name = guest.name();
+    let listed = || -> Result<Vec<serde_json::Value>> {
+        let disks = lab.host.outram_ok(&["disk", "list", "--json"])?;
+        Ok(serde_json::from_str(&disks)?)
+    };
+    ensure!(listed()?.is_empty(), "{:?}", listed()?);
+    write_and_verify(&mut guest.boot()?)?;
+    let [in_use] = &listed()?[..] else {
+        anyhow::bail!("one disk: {:?}", listed()?);
+    };
+    ensure!(
+        in_use["domain"] == name && in_use["parked_s"].is_null(),
+        "{in_use}"
+    );
+    ensure!(in_use["size_bytes"] == 1u64 << 30, "{in_use}");
+    ensure!(in_use["used_bytes"].as_u64() >= Some(15 << 20), "{in_use}");
+    let id = in_use["disk"].as_str().context("it has a name")?;
+    drop_is_refused(lab, &["disk", "drop", id], "running")?;
+
+    virsh_ok(&["managedsave", name])?;
+    guest.wait_backend_gone(SHORT)?;
+    let shown = lab.host.outram_ok(&["disk", "list"])?;
+    ensure!(
+        shown.contains("parked for") && shown.contains(name),
+        "{shown}"
+    );
+    drop_is_refused(lab, &["disk", "drop", name], "saved state")?;
+    virsh_ok(&["managedsave-remove", name])?;
+    lab.host.outram_ok(&["disk", "drop", name])?;
+    ensure!(
+        listed()?.is_empty() && server.slabs_leased()? == 0,
+        "{:?}",
+        listed()?
+    );
+    drop_is_refused(lab, &["disk", "drop", name], "no server keeps")?;
+
+    // What a shut-off guest leaves parked goes with its settings, if asked.
+    let mut console = guest.boot()?;
+    write_and_verify(&mut console)?;
+    console.send("poweroff")?;
+    guest.wait_state("shut off", LONG)?;
+    guest.wait_backend_gone(SHORT)?;
+    ensure!(server.slabs_leased()? > 0, "it is parked");
+    lab.host.outram_ok(&["detach", "--drop-disk", name])?;
+    ensure!(server.slabs_leased()? == 0, "it is dropped");
+    Ok(())
+}
+
+fn drop_is_refused(lab: &Lab, words: &[&str], because: &str) -> Result<()> {
+    let refused = lab.host.outram(words)?;
+    ensure!(!refused.success(), "{}", refused.line);
+    ensure!(refused.said().contains(because), "{}", refused.said());
+    Ok(())
 }

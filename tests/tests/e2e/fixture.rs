@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::console::{Answer, Console};
 use outram_tests::hermetic::guest::{Guest, Spec};
+use outram_tests::hermetic::hard_limit::HardLimit;
 use outram_tests::hermetic::host::Host;
 use outram_tests::hermetic::server::MemServer;
 use outram_tests::hermetic::suite::Skipped;
@@ -100,6 +101,16 @@ impl Lab {
         arguments.extend(["--server", server]);
         self.host.outram_ok(&arguments)?;
         Ok(guest)
+    }
+
+    /// Boots a guest within a cgroup.
+    pub(crate) fn boot_in(&self, group: &HardLimit, guest: &Guest) -> Result<Console> {
+        let libvirtd = self.host.libvirtd_pid()?;
+        // What libvirtd starts is in its cgroup from its first instruction on.
+        group.add(libvirtd)?;
+        let started = guest.boot();
+        group.release(libvirtd)?;
+        started
     }
 
     /// `outram tune`, which must succeed.

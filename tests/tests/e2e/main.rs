@@ -8,19 +8,27 @@ mod checker;
 mod command_line;
 mod confinement;
 mod disk;
+mod dump;
 mod editing;
 mod far_disk;
 mod fixture;
 mod host_life;
+mod hotplug;
+mod hugetlb;
+mod larger_than_host;
 mod life;
+mod live;
 mod migration;
+mod migration_fails;
 mod neighbours;
 mod operator;
 mod outage;
 mod ratio;
 mod readme;
+mod reconnect;
 mod refusals;
 mod save;
+mod snapshots;
 mod start_paths;
 mod strangers;
 mod tune;
@@ -48,13 +56,20 @@ fn main() -> ExitCode {
         confinement::TESTS,
         refusals::TESTS,
         ratio::TESTS,
+        larger_than_host::TESTS,
         tune::TESTS,
+        hugetlb::TESTS,
         neighbours::TESTS,
         life::TESTS,
+        hotplug::TESTS,
+        live::TESTS,
         disk::TESTS,
         far_disk::TESTS,
+        reconnect::TESTS,
         save::TESTS,
+        snapshots::TESTS,
         migration::TESTS,
+        migration_fails::TESTS,
         outage::TESTS,
         strangers::TESTS,
     ];

@@ -10,41 +10,45 @@ use outram_tests::hermetic::sampler::{Sampler, Stated};
 use outram_tests::hermetic::server::MemServer;
 
 use crate::Test;
-use crate::fixture::{HALF, LONG, Lab, RAM_MIB, images, power_off};
+use crate::far_disk::{demand_no_error, demand_same};
+use crate::fixture::{HALF, LONG, Lab, RAM_MIB, demand_no_mismatch, images, power_off};
 use crate::save::{at_work, backend_arguments, timed, verify, verify_at_work};
 
-pub(crate) const TESTS: &[Test] = &[(
-    "live_migration_there_and_back_keeps_every_page",
-    there_and_back,
-)];
+pub(crate) const TESTS: &[Test] = &[
+    (
+        "live_migration_there_and_back_keeps_every_page",
+        there_and_back,
+    ),
+    ("far_disk_moves_with_its_guest", disk_moves),
+];
 
 /// An emulated checker on a busy machine stores faster than its pages travel: after so many seconds
 /// libvirt suspends it for the rest, as an operator would have it.
-const ENDS: [&str; 3] = ["--timeout", "15", "--timeout-suspend"];
+pub(crate) const ENDS: [&str; 3] = ["--timeout", "15", "--timeout-suspend"];
 
 /// The definition moves too.
 const MOVES: [&str; 2] = ["--persistent", "--undefinesource"];
 
 /// Two machines with a memory server that both reach.
-struct Pair {
-    neighbour: Neighbour,
-    server: MemServer,
+pub(crate) struct Pair {
+    pub(crate) neighbour: Neighbour,
+    pub(crate) server: MemServer,
 }
 
 impl Pair {
-    fn new(lab: &Lab) -> Result<Self> {
+    pub(crate) fn new(lab: &Lab) -> Result<Self> {
         Ok(Self {
             neighbour: Neighbour::start(&lab.host, &images())?,
-            server: MemServer::start_at(&lab.host, FIRST_ADDRESS, "1GiB", 4)?,
+            server: MemServer::start_at(&lab.host, FIRST_ADDRESS, "3GiB", 4)?,
         })
     }
 
-    fn there(&self, guest: &Guest) -> Guest {
+    pub(crate) fn there(&self, guest: &Guest) -> Guest {
         guest.at(&self.neighbour.place)
     }
 
     /// `virsh migrate` from here to there, with further words.
-    fn migrate(&self, guest: &Guest, more: &[&str]) -> Result<Finished> {
+    pub(crate) fn migrate(&self, guest: &Guest, more: &[&str]) -> Result<Finished> {
         let (uri, line) = (self.neighbour.uri(), format!("tcp://{SECOND_ADDRESS}"));
         let mut words = vec!["migrate", "--live", guest.name(), &uri];
         words.extend(["--migrateuri", &line, "--listen-address", SECOND_ADDRESS]);
@@ -61,7 +65,7 @@ impl Pair {
     }
 }
 
-fn demand(finished: Finished) -> Result<()> {
+pub(crate) fn demand(finished: Finished) -> Result<()> {
     ensure!(finished.success(), "{}: {}", finished.line, finished.said());
     Ok(())
 }
@@ -110,4 +114,47 @@ fn there_and_back(lab: &Lab) -> Result<()> {
     back.finish().context("back again")?;
     verify(&mut console)?;
     power_off(&here, &mut console, &pair.server)
+}
+
+/// What the guest wrote to its far-memory disk is there after each move, and writable; the server
+/// keeps one copy of it throughout.
+fn disk_moves(lab: &Lab) -> Result<()> {
+    const FILES: u64 = 16;
+    let pair = Pair::new(lab)?;
+    pair.neighbour.set_up_outram(&lab.host)?;
+    let limit = ["--local-ratio", "0.3", "--disk-size", "1GiB"];
+    let here = lab.attach(Spec::new("disk-mover", 256), &limit, &pair.server.address)?;
+    let there = pair.there(&here);
+    let mut console = here.boot()?;
+    console.ask("alloc 40", "ALLOCATED", LONG)?;
+    console.ask("fs-make", "FS", LONG)?;
+    console.ask(&format!("fs-write {FILES} 1"), "FS", LONG)?;
+    let stored = demand_no_error(&here)?.stored_bytes;
+    ensure!(
+        stored >= FILES << 19,
+        "files lie on the disk: {stored} bytes"
+    );
+    drop(console);
+
+    demand(pair.migrate(&here, &[&MOVES[..], &ENDS].concat())?)?;
+    here.wait_backend_gone(LONG)?;
+    let mut console = there.console()?;
+    demand_same(&console.ask(&format!("fs-verify {FILES} 1"), "FS", LONG)?)?;
+    let moved = demand_no_error(&there)?.stored_bytes;
+    ensure!(
+        moved >= FILES << 19,
+        "claimed as it was: {moved} bytes, before {stored}"
+    );
+    console.ask(&format!("fs-write {FILES} 2"), "FS", LONG)?;
+    drop(console);
+
+    demand(pair.migrate_back(&there, &[&MOVES[..], &ENDS].concat())?)?;
+    there.wait_backend_gone(LONG)?;
+    let mut console = here.console()?;
+    demand_same(&console.ask(&format!("fs-verify {FILES} 2"), "FS", LONG)?)?;
+    let report = console.ask("verify", "CHECKER", LONG)?;
+    demand_no_mismatch(&console, &report)?;
+    demand_no_error(&here)?;
+    here.destroy()?;
+    here.wait_backend_gone(LONG)
 }

@@ -112,12 +112,7 @@ fn hard_limit(lab: &Lab) -> Result<()> {
     )?;
     let group = HardLimit::new(limit_bytes + OVERHEAD_BYTES)
         .map_err(|reason| Skipped(format!("{reason:#}")))?;
-    let libvirtd = lab.host.libvirtd_pid()?;
-    // What libvirtd starts is in its cgroup from its first instruction on.
-    group.add(libvirtd)?;
-    let started = guest.boot();
-    group.release(libvirtd)?;
-    let mut console = started?;
+    let mut console = lab.boot_in(&group, &guest)?;
     let status = guest.status()?;
     group.add(status.backend_pid)?;
     run_checker(&mut console)?;

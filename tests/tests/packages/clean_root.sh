@@ -12,7 +12,8 @@ mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 for folder in run tmp; do mount -t tmpfs tmpfs "$root/$folder"; done
 # What an installation of its own may have here is not what is tested.
-rm -rf "$root"/etc/outram "$root"/etc/libvirt/hooks/qemu.d
+rm -rf "$root"/etc/outram "$root"/etc/libvirt/hooks/qemu.d "$root"/etc/apparmor.d/abstractions/libvirt-qemu.d/outram
+[ ! -d "$root/etc/apparmor.d/local" ] || find "$root/etc/apparmor.d/local" -type f -exec sed -i "/# by 'outram setup'\$/d" {} +
 cp "$debs"/*.deb "$root/tmp/"
 
 # Every file, but for what dpkg and users' databases keep; and the sums of all settings.

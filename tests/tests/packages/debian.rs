@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -36,11 +37,16 @@ pub(crate) fn need_root() -> Result<()> {
         bail!(Skipped("root is needed to install packages".into()));
     }
     need("libvirtd", "libvirt-daemon")?;
-    need("dpkg", "dpkg")
+    need("dpkg", "dpkg")?;
+    Ok(())
 }
+
+/// Held while packages are made: all are made in one folder.
+static MAKING: Mutex<()> = Mutex::new(());
 
 /// A folder with both packages, made from what is built.
 pub(crate) fn packages() -> Result<TempDir> {
+    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir()?;
     let made = top().join("target/debian");
     let top = top().display().to_string();

@@ -2,6 +2,7 @@
 //! dashboards. Where a tool to check one of them is missing, its test is reported as ignored.
 
 mod debian;
+mod guest;
 mod monitoring;
 mod selinux;
 mod units;
@@ -10,10 +11,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use libtest_mimic::{Arguments, Trial};
-use outram_tests::hermetic::sandbox::find_program;
-use outram_tests::hermetic::suite::{Skipped, outcome};
+use outram_tests::hermetic::suite::{need, outcome};
 
 /// How long one tool may take on a busy machine.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -28,6 +28,7 @@ fn main() -> ExitCode {
         monitoring::TESTS,
         selinux::TESTS,
         debian::TESTS,
+        guest::TESTS,
     ];
     let trial = |(name, test): Test| Trial::ignorable_test(name, move || outcome(test()));
     let trials = tests.concat().into_iter().map(trial).collect();
@@ -37,14 +38,4 @@ fn main() -> ExitCode {
 /// The repository's folder.
 fn top() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
-/// Ends the test as ignored where a program is not installed.
-fn need(program: &str, package: &str) -> Result<()> {
-    if find_program(program).is_none() {
-        bail!(Skipped(format!(
-            "{program} (package {package}) is not installed"
-        )));
-    }
-    Ok(())
 }

@@ -20,7 +20,7 @@ pub(crate) const TESTS: &[Test] = &[
 
 /// Each unit file, and the most that 'systemd-analyze security' may call exposed: 10 is a service
 /// without any sandbox. A backend traces QEMU and mounts, as root; the others do neither.
-const UNITS: [(&str, &str); 3] = [
+pub(crate) const UNITS: [(&str, &str); 3] = [
     ("memserver/systemd/outram-memserver.service", "1.5"),
     ("libvirt-hooks/systemd/outram-backend@.service", "4.0"),
     ("libvirt-hooks/systemd/outram-metrics.service", "2.0"),

@@ -28,6 +28,9 @@ pub(crate) const PAGE: u64 = 4096;
 /// The smallest limit that is accepted, and what every test tunes down to.
 pub(crate) const LEAST: u64 = 16 << 20;
 
+/// The smallest limit of a guest with huge pages.
+pub(crate) const LEAST_HUGE: u64 = 64 << 20;
+
 /// Slabs so small that little memory makes many of them.
 pub(crate) const SLAB: u64 = 1 << 20;
 
@@ -89,13 +92,18 @@ impl Lab {
 
     /// A memory server with these arguments.
     pub(crate) fn server_with(&self, arguments: &[&str]) -> Result<MemServer> {
+        self.server_of(SLAB, arguments)
+    }
+
+    /// A memory server with slabs of this size, and these arguments.
+    pub(crate) fn server_of(&self, slab_bytes: u64, arguments: &[&str]) -> Result<MemServer> {
         let address = self.address();
         MemServer::launch(Launch {
             program: self.program("outram-memserver")?,
             metrics: self.address(),
             pki: self.path("pki"),
             log: self.path(&format!("memserver-{address}")),
-            slab_bytes: SLAB,
+            slab_bytes,
             arguments: arguments.iter().map(|&word| word.to_owned()).collect(),
             address,
         })
@@ -152,8 +160,12 @@ pub(crate) struct Wish<'a> {
     pub(crate) vcpus: usize,
     /// What it may cost at first.
     pub(crate) limit: u64,
+    /// MiB that may be plugged into it.
+    pub(crate) hot_plug_mib: u64,
     /// Addresses of its memory servers.
     pub(crate) servers: &'a [&'a str],
+    /// Whether its RAM has huge pages, and then, whether all of them are populated at the start.
+    pub(crate) huge: Option<bool>,
 }
 
 impl Default for Wish<'_> {
@@ -162,8 +174,23 @@ impl Default for Wish<'_> {
             ram_mib: &[64],
             vcpus: 3,
             limit: LEAST,
+            hot_plug_mib: 0,
             servers: &[],
+            huge: None,
         }
+    }
+}
+
+impl Wish<'_> {
+    /// The blocks as the VMM is told them, and the size of their pages as the backend is.
+    fn memory(&self) -> (Vec<String>, &'static str) {
+        let (kind, page_size) = match self.huge {
+            None => ("", "4KiB"),
+            Some(false) => (",hugetlb=on,hugetlbsize=2M", "2MiB"),
+            Some(true) => (",hugetlb=on,hugetlbsize=2M,prealloc=on", "2MiB"),
+        };
+        let blocks = self.ram_mib.iter().map(|mib| format!("{mib}M{kind}"));
+        (blocks.collect(), page_size)
     }
 }
 
@@ -175,58 +202,165 @@ pub(crate) struct Guest {
     /// Its run directory.
     pub(crate) dir: PathBuf,
     log: PathBuf,
+    uuid: String,
+    least: u64,
+}
+
+/// A connection to a backend's control socket.
+pub(crate) struct Control(UnixStream);
+
+impl Control {
+    fn open(dir: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(dir.join("control.sock"))?;
+        stream.set_read_timeout(Some(LONG))?;
+        Ok(Self(stream))
+    }
+
+    /// Asks something.
+    pub(crate) fn ask(&mut self, request: Request) -> Result<Reply> {
+        let version = CONTROL_VERSION;
+        write_frame(&mut self.0, &Envelope { version, request })?;
+        read_frame(&mut self.0)?.context("the backend closed the connection")
+    }
+
+    /// Asks something that must be done.
+    pub(crate) fn order(&mut self, request: Request) -> Result<()> {
+        match self.ask(request)? {
+            Reply::Done => Ok(()),
+            other => bail!("not done: {other:?}"),
+        }
+    }
+
+    /// How the guest is.
+    pub(crate) fn status(&mut self) -> Result<Status> {
+        match self.ask(Request::Status)? {
+            Reply::Status(status) => Ok(*status),
+            other => bail!("expected a status, not {other:?}"),
+        }
+    }
+}
+
+/// Starts a backend and waits until it listens.
+fn start_backend(
+    lab: &Lab,
+    uuid: &str,
+    wish: &Wish<'_>,
+    page_size: &str,
+) -> Result<(Child, PathBuf)> {
+    let ram_mib: u64 = wish.ram_mib.iter().sum();
+    let mut arguments = lab.backend_arguments(uuid, ram_mib << 20);
+    arguments.extend(["--local".to_owned(), wish.limit.to_string()]);
+    let most = (ram_mib + wish.hot_plug_mib) << 20;
+    arguments.extend(["--max-ram".to_owned(), most.to_string()]);
+    arguments.extend(["--page-size".to_owned(), page_size.to_owned()]);
+    for server in wish.servers {
+        arguments.extend(["--server".to_owned(), (*server).to_owned()]);
+    }
+    let dir = lab.path("outram").join(uuid);
+    let log = lab.path(&format!("backend-{uuid}"));
+    let file = File::create(&log)?;
+    let mut backend = Command::new(lab.program("outram-backend")?)
+        .arg("run")
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(file.try_clone()?)
+        .stderr(file)
+        .spawn()?;
+    let listening = wait_for("the backend to listen", LONG, || {
+        if let Some(status) = backend.try_wait()? {
+            bail!("the backend ended with {status}:\n{}", tail(&log));
+        }
+        Ok(dir.join("control.sock").exists().then_some(()))
+    });
+    if let Err(error) = listening {
+        let _ = backend.kill();
+        let _ = backend.wait();
+        return Err(error);
+    }
+    Ok((backend, log))
+}
+
+/// Starts a VMM with these blocks of RAM, whether or not its backend listens already.
+fn start_vmm(lab: &Lab, uuid: &str, vcpus: usize, blocks: &[String]) -> Result<SmallVmm> {
+    let blocks: Vec<&str> = blocks.iter().map(String::as_str).collect();
+    SmallVmm::start(&Plan {
+        program: &lab.program("small-vmm")?,
+        ram: &blocks,
+        socket: Some(&lab.path("outram").join(uuid).join("vhost.sock")),
+        vcpus,
+        user: None,
+    })
 }
 
 impl Guest {
     /// Starts backend and VMM; returns once the memory is handed over.
     pub(crate) fn start(lab: &Lab, wish: &Wish<'_>) -> Result<Self> {
+        let (blocks, page_size) = wish.memory();
+        Self::start_told(lab, wish, &blocks, page_size)
+    }
+
+    /// The same with blocks of RAM as given, and a backend that is told this size of pages.
+    pub(crate) fn start_told(
+        lab: &Lab,
+        wish: &Wish<'_>,
+        blocks: &[String],
+        page_size: &str,
+    ) -> Result<Self> {
         let uuid = lab.uuid();
-        let ram_mib: u64 = wish.ram_mib.iter().sum();
-        let mut arguments = lab.backend_arguments(&uuid, ram_mib << 20);
-        arguments.extend(["--local".to_owned(), wish.limit.to_string()]);
-        for server in wish.servers {
-            arguments.extend(["--server".to_owned(), (*server).to_owned()]);
-        }
-        let dir = lab.path("outram").join(&uuid);
-        let log = lab.path(&format!("backend-{uuid}"));
-        let file = File::create(&log)?;
-        let mut backend = Command::new(lab.program("outram-backend")?)
-            .arg("run")
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stdout(file.try_clone()?)
-            .stderr(file)
-            .spawn()?;
-        let socket = dir.join("vhost.sock");
-        let listening = wait_for("the backend to listen", LONG, || {
-            if let Some(status) = backend.try_wait()? {
-                bail!("the backend ended with {status}:\n{}", tail(&log));
-            }
-            Ok(dir.join("control.sock").exists().then_some(()))
-        });
-        if let Err(error) = listening {
-            let _ = backend.kill();
-            let _ = backend.wait();
-            return Err(error);
-        }
-        let sizes: Vec<String> = wish.ram_mib.iter().map(|mib| format!("{mib}M")).collect();
-        let sizes: Vec<&str> = sizes.iter().map(String::as_str).collect();
-        let plan = Plan {
-            program: &lab.program("small-vmm")?,
-            ram: &sizes,
-            socket: Some(&socket),
-            vcpus: wish.vcpus,
-            user: None,
-        };
+        let (backend, log) = start_backend(lab, &uuid, wish, page_size)?;
         let mut guest = Self {
-            vmm: SmallVmm::start(&plan)?,
+            vmm: start_vmm(lab, &uuid, wish.vcpus, blocks)?,
             backend,
-            dir,
+            dir: lab.path("outram").join(&uuid),
             log,
+            uuid,
+            least: wish.huge.map_or(LEAST, |_| LEAST_HUGE),
         };
         let connected = guest.vmm.wait_connected().map(drop);
         connected.with_context(|| guest.log())?;
         Ok(guest)
+    }
+
+    /// Starts the VMM, has it do something, and only then starts its backend: the memory is handed
+    /// over while the vCPUs run.
+    pub(crate) fn start_late(
+        lab: &Lab,
+        wish: &Wish<'_>,
+        before: impl FnOnce(&mut SmallVmm) -> Result<()>,
+    ) -> Result<Self> {
+        let uuid = lab.uuid();
+        let (blocks, page_size) = wish.memory();
+        let mut vmm = start_vmm(lab, &uuid, wish.vcpus, &blocks)?;
+        let early = vmm.wait_connected();
+        ensure!(early.is_err(), "nobody listens yet: {early:?}");
+        before(&mut vmm)?;
+        let (backend, log) = start_backend(lab, &uuid, wish, page_size)?;
+        let mut guest = Self {
+            vmm,
+            backend,
+            dir: lab.path("outram").join(&uuid),
+            log,
+            uuid,
+            least: wish.huge.map_or(LEAST, |_| LEAST_HUGE),
+        };
+        guest.connect()?;
+        Ok(guest)
+    }
+
+    /// Starts another backend for the same VMM, once the one before has ended.
+    pub(crate) fn attach_again(&mut self, lab: &Lab, wish: &Wish<'_>) -> Result<()> {
+        (self.backend, self.log) = start_backend(lab, &self.uuid, wish, wish.memory().1)?;
+        self.connect()
+    }
+
+    fn connect(&mut self) -> Result<()> {
+        let connected = self.vmm.command(json!({"do": "connect"})).map(drop);
+        connected.with_context(|| self.log())
+    }
+
+    /// Opens a connection for several questions.
+    pub(crate) fn control(&self) -> Result<Control> {
+        Control::open(&self.dir)
     }
 
     /// The end of the backend's log.
@@ -236,12 +370,8 @@ impl Guest {
 
     /// Asks the backend something.
     pub(crate) fn ask(&self, request: Request) -> Result<Reply> {
-        let mut stream = UnixStream::connect(self.dir.join("control.sock"))
-            .with_context(|| format!("asking the backend:\n{}", self.log()))?;
-        stream.set_read_timeout(Some(LONG))?;
-        let version = CONTROL_VERSION;
-        write_frame(&mut stream, &Envelope { version, request })?;
-        read_frame(&mut stream)?.context("the backend closed the connection")
+        let answer = self.control().and_then(|mut control| control.ask(request));
+        answer.with_context(|| format!("asking the backend:\n{}", self.log()))
     }
 
     /// How it is.
@@ -278,11 +408,12 @@ impl Guest {
 
     /// Tunes down to the least, and waits until it is reached by our count and the kernel's.
     pub(crate) fn squeeze(&self) -> Result<Status> {
-        self.tune(LEAST)?;
+        let least = self.least;
+        self.tune(least)?;
         self.wait_status("the limit to be reached", |status| {
             let kernel = status.kernel_memfd_bytes + status.kernel_staging_bytes;
             let ours = status.resident_bytes + status.staged_bytes;
-            status.limit_bytes == LEAST && kernel <= LEAST && ours <= LEAST
+            status.limit_bytes == least && kernel <= least && ours <= least
         })
     }
 

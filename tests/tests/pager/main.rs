@@ -7,6 +7,9 @@
 
 mod disk;
 mod fixture;
+mod huge;
+mod live;
+mod plugging;
 mod races;
 mod refusals;
 mod servers;
@@ -26,7 +29,16 @@ fn main() -> ExitCode {
         obstacle: sandbox::obstacle_without_libvirt,
         // Several of them wait for a time-out while the processors are idle.
         at_once: 2,
-        tests: [races::TESTS, disk::TESTS, servers::TESTS, refusals::TESTS].concat(),
+        tests: [
+            races::TESTS,
+            live::TESTS,
+            plugging::TESTS,
+            disk::TESTS,
+            servers::TESTS,
+            refusals::TESTS,
+            huge::TESTS,
+        ]
+        .concat(),
         furnish: Lab::new,
         run: |lab, _, test| test(lab),
     };

@@ -15,6 +15,7 @@ use outram_backend::device::{
 use outram_backend::handover::discover::{self, RamBlock};
 use outram_backend::handover::{self, Options, Vmm};
 use outram_tests::small_vmm::client::{Plan, SmallVmm};
+use outram_wire::units::PageSize;
 use vmm_sys_util::seek_hole::SeekHole;
 
 pub const PAGE: u64 = 4096;
@@ -175,6 +176,10 @@ impl GuestMemory for PlainRam {
             }
         }
         Ok(())
+    }
+
+    fn page_size(&self) -> PageSize {
+        PageSize::BASE
     }
 
     fn max_pages_per_pin(&self) -> usize {

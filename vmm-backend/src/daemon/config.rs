@@ -8,7 +8,7 @@ use clap::Args;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::incoming::Incoming;
 use outram_wire::tls::TlsFiles;
-use outram_wire::units::{Limit, LocalRatio, UnitError, VmId, format_size, parse_size};
+use outram_wire::units::{Limit, LocalRatio, PageSize, UnitError, VmId, format_size, parse_size};
 use serde::Deserialize;
 
 use crate::remote::{AddressError, ServerAddress};
@@ -33,6 +33,13 @@ pub struct Flags {
     /// The guest's RAM as its domain says, hot-pluggable memory not counted
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub ram: u64,
+
+    /// What its RAM may grow to by hot-plug [default: what --ram says]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub max_ram: Option<u64>,
+    /// Size of the pages of all of the guest's RAM: 4KiB, or 2MiB where it lies on hugetlbfs
+    #[arg(long, value_name = "SIZE", default_value = "4KiB")]
+    pub page_size: PageSize,
 
     /// Share of the guest's RAM that may cost host memory, above 0 and at most 1
     #[arg(
@@ -179,8 +186,8 @@ pub enum ConfigError {
     #[error("the disk's key is not understood")]
     DiskKey(#[from] outram_wire::server::SecretError),
     /// RAM that is no whole number of pages.
-    #[error("{0} bytes of RAM: expected a multiple of 4096 above 0")]
-    Ram(u64),
+    #[error("{0} bytes of RAM: expected a multiple of the page size, {size} bytes, above 0", size = .1.bytes())]
+    Ram(u64, PageSize),
 }
 
 /// More would only add threads: each can serve tens of thousands of faults a second.
@@ -206,8 +213,12 @@ pub struct Config {
     pub vm: VmId,
     /// Its name.
     pub name: String,
-    /// Its RAM in bytes.
+    /// Its RAM at start in bytes.
     pub ram_bytes: u64,
+    /// What it may grow to; at least that.
+    pub max_ram_bytes: u64,
+    /// Size of its pages.
+    pub page_size: PageSize,
     /// What it may cost.
     pub limit: Limit,
     /// The memory servers.
@@ -251,8 +262,8 @@ impl Config {
             (None, Some(bytes)) => Limit::LocalBytes(bytes),
             _ => return Err(ConfigError::NoLimit),
         };
-        if flags.ram == 0 || !flags.ram.is_multiple_of(4096) {
-            return Err(ConfigError::Ram(flags.ram));
+        if flags.ram == 0 || !flags.ram.is_multiple_of(flags.page_size.bytes()) {
+            return Err(ConfigError::Ram(flags.ram, flags.page_size));
         }
         let shards = flags.shards.or(file.shards).unwrap_or(DEFAULT_SHARDS);
         if !(1..=MAX_SHARDS).contains(&shards) {
@@ -278,6 +289,8 @@ impl Config {
             vm: flags.uuid,
             name: flags.name,
             ram_bytes: flags.ram,
+            max_ram_bytes: flags.max_ram.unwrap_or(0).max(flags.ram),
+            page_size: flags.page_size,
             limit,
             servers,
             socket_user: flags.socket_user,

@@ -1,4 +1,4 @@
-//! The control socket: `outram tune`, `status`, and the hook's `stop`.
+//! The control socket: `outram tune`, `status`, `detach --live`, and the hook's `stop`.
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use outram_wire::control::{
     CONTROL_VERSION, Envelope, FrameError, Reply, Request, read_frame, write_frame,
 };
 
+use super::guest::Guest;
 use super::metrics;
 use super::stage::{Daemon, Stage};
 
@@ -57,13 +58,23 @@ pub(super) fn serve(listener: UnixListener, daemon: &Arc<Daemon>) -> anyhow::Res
     Ok(())
 }
 
+/// A guest's memory on its way home for a client: it stays away where that client goes.
+struct Homing(Arc<Guest>);
+
+impl Drop for Homing {
+    fn drop(&mut self) {
+        self.0.pager.stay();
+    }
+}
+
 fn converse(mut stream: UnixStream, daemon: &Daemon) -> Result<(), FrameError> {
+    let mut homing = None;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     loop {
         let reply = match read_frame::<Envelope>(&mut stream) {
             Ok(None) => return Ok(()),
-            Ok(Some(envelope)) => answer(envelope, daemon),
+            Ok(Some(envelope)) => answer(envelope, daemon, &mut homing),
             Err(error @ (FrameError::Malformed(_) | FrameError::TooLong(_))) => {
                 // What follows such a frame cannot be told from its rest.
                 let reply = Reply::Refused(format!(
@@ -77,7 +88,7 @@ fn converse(mut stream: UnixStream, daemon: &Daemon) -> Result<(), FrameError> {
     }
 }
 
-fn answer(envelope: Envelope, daemon: &Daemon) -> Reply {
+fn answer(envelope: Envelope, daemon: &Daemon, homing: &mut Option<Homing>) -> Reply {
     if envelope.version != CONTROL_VERSION {
         return Reply::Refused(format!(
             "control messages of version {} are not understood: this backend speaks version {CONTROL_VERSION}",
@@ -97,7 +108,27 @@ fn answer(envelope: Envelope, daemon: &Daemon) -> Reply {
         (Request::Tune(_), _) => {
             Reply::Refused("there is no guest to tune: it has not started, or has ended".into())
         }
-        (Request::Stop, Stage::Serving(guest)) if !guest.vmm.has_ended() => {
+        (Request::BringHome, Stage::Serving(guest)) => match guest.pager.bring_home() {
+            Ok(()) => {
+                tracing::info!("bringing the guest's memory home");
+                *homing = Some(Homing(guest));
+                Reply::Done
+            }
+            Err(error) => Reply::Refused(with_causes(&error)),
+        },
+        (Request::Release, Stage::Serving(guest)) if homing.is_some() => match guest.release() {
+            Ok(()) => Reply::Done,
+            Err(error) => Reply::Refused(with_causes(&error)),
+        },
+        (Request::Release, Stage::Serving(_)) => {
+            Reply::Refused("the guest's memory was not asked home on this connection".into())
+        }
+        (Request::BringHome | Request::Release, _) => {
+            Reply::Refused("there is no guest to detach: it has not started, or has ended".into())
+        }
+        (Request::Stop, Stage::Serving(guest))
+            if !guest.vmm.has_ended() && !guest.may_be_left() =>
+        {
             Reply::Refused(format!(
                 "QEMU (process {}) depends on this backend for its memory: shut the guest down instead",
                 guest.vmm.pid

@@ -1,9 +1,10 @@
 //! The vhost-user door: QEMU's first connection hands its guest's memory over; it and the later
 //! ones are served as a disk.
 
+use std::os::fd::RawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -15,13 +16,23 @@ use super::stage::{Daemon, Stage};
 use super::termination::Terminations;
 use crate::device::{self, Device, DeviceConfig};
 use crate::handover::{self, Options, Vmm, Way, discover};
-use crate::pager::Pager;
+use crate::pager::{Course, HomingError, Pager};
 
 /// A front end sends its first message at once.
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
 
 /// How long a QEMU that was told to terminate may see no fault answered.
 const TERMINATION_PATIENCE: Duration = Duration::from_secs(2);
+
+/// A QEMU that has not connected again after this has dropped the disk: it does so within a second
+/// (`<reconnect timeout='1'/>`) where it means to keep it.
+const DROPPED_AFTER: Duration = Duration::from_secs(5);
+
+/// How long memory may take to come home where a hand-over failed at its very end.
+const UNDO_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often QEMU's memory map is looked at: a guest takes longer to use memory that was plugged, and
+/// whoever waits for memory that was unplugged hardly notices.
+const FOLLOW_MEMORY: Duration = Duration::from_millis(200);
 
 /// `SIGKILL` in the kernel's mask of pending signals.
 const SIGKILL_BIT: u64 = 1 << (libc::SIGKILL - 1);
@@ -32,6 +43,10 @@ pub(super) struct Guest {
     pub(super) way: Way,
     pub(super) pager: Arc<Pager>,
     pub(super) device: Device,
+    /// The userfaultfds' numbers in QEMU.
+    userfaultfds: Vec<RawFd>,
+    /// When QEMU had let go of the disk; `None` while it has not.
+    disconnected: Mutex<Option<Instant>>,
     let_go: AtomicBool,
     terminations: Option<Terminations>,
     stuck: Mutex<Option<Stuck>>,
@@ -71,6 +86,66 @@ impl Guest {
 }
 
 impl Guest {
+    /// Leaves its memory to the kernel, now that every page is home, and closes the userfaultfds in
+    /// QEMU. Where that last step fails they stay open there: registered for nothing, they do no harm.
+    pub(super) fn release(&self) -> Result<(), HomingError> {
+        let was = self.pager.course();
+        self.pager.release()?;
+        if was != Course::Released {
+            close_userfaultfds(&self.vmm, &self.userfaultfds);
+        }
+        tracing::info!(pid = self.vmm.pid, "the guest's memory is released");
+        Ok(())
+    }
+
+    /// Whether nothing is left to do for the guest: its memory is released and its disk dropped.
+    pub(super) fn is_detached(&self) -> bool {
+        let disconnected = *lock(&self.disconnected);
+        self.pager.course() == Course::Released
+            && disconnected.is_some_and(|since| since.elapsed() > DROPPED_AFTER)
+    }
+
+    /// Whether the backend may end at once where it is asked to.
+    pub(super) fn may_be_left(&self) -> bool {
+        self.pager.course() == Course::Released && lock(&self.disconnected).is_some()
+    }
+
+    fn note_connection(&self, stands: bool) {
+        *lock(&self.disconnected) = (!stands).then(Instant::now);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change under these locks is one assignment.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn close_userfaultfds(vmm: &Vmm, numbers: &[RawFd]) {
+    match handover::close(vmm, numbers, &Options::default()) {
+        Ok(()) => tracing::info!(pid = vmm.pid, "userfaultfds closed in QEMU"),
+        Err(error) => {
+            let error = with_causes(&error);
+            tracing::warn!(pid = vmm.pid, %error, "unused userfaultfds stay open in QEMU");
+        }
+    }
+}
+
+/// Undoes a hand-over that failed at its very end: a guest that ran before is to run on.
+fn undo(pager: &Pager, vmm: &Vmm, userfaultfds: &[RawFd]) {
+    let deadline = Instant::now() + UNDO_TIMEOUT;
+    let outcome = pager.bring_home().and_then(|()| {
+        while !pager.is_home() && Instant::now() < deadline && !vmm.has_ended() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        pager.release()
+    });
+    match outcome {
+        Ok(()) => close_userfaultfds(vmm, userfaultfds),
+        Err(error) => tracing::error!(%error, "the hand-over cannot be undone"),
+    }
+}
+
+impl Guest {
     /// A QEMU that was told to terminate cannot while a vCPU waits for a page that does not come:
     /// it is killed, as libvirt would ten seconds later. Nothing wrong is read by that.
     pub(super) fn kill_if_stuck_at_its_end(&self) {
@@ -79,7 +154,7 @@ impl Guest {
         }
         let answered_faults = self.pager.stats().answered_faults();
         let waits = self.pager.memory().waiting_faults > 0;
-        let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stuck = lock(&self.stuck);
         match &*stuck {
             Some(known) if waits && known.answered_faults == answered_faults => {
                 if known.since.elapsed() < TERMINATION_PATIENCE {
@@ -102,6 +177,28 @@ impl Guest {
                 })
             }
         }
+    }
+}
+
+/// Follows memory that is plugged and unplugged, for as long as the guest lives.
+fn follow_memory(guest: &Weak<Guest>) {
+    let mut was_readable = true;
+    while let Some(guest) = guest.upgrade() {
+        match guest.pager.follow_memory() {
+            Ok(gone) => {
+                was_readable = true;
+                guest.device.forget(&gone);
+            }
+            // Its end is noticed elsewhere.
+            Err(_) if guest.vmm.has_ended() => return,
+            Err(error) if was_readable => {
+                was_readable = false;
+                tracing::warn!(%error, "QEMU's memory map is not readable: hot-plugged memory is not noticed");
+            }
+            Err(_) => {}
+        }
+        drop(guest);
+        std::thread::sleep(FOLLOW_MEMORY);
     }
 }
 
@@ -150,7 +247,15 @@ impl GuestDoor {
     fn admit(&self, stream: UnixStream) {
         if matches!(self.daemon.stage(), Stage::Waiting) {
             match self.take_over(&stream) {
-                Ok(Some(guest)) => self.daemon.set_stage(Stage::Serving(Arc::new(guest))),
+                Ok(Some(guest)) => {
+                    let guest = Arc::new(guest);
+                    let followed = Arc::downgrade(&guest);
+                    let follower = std::thread::Builder::new().name("hot-plug".to_owned());
+                    if let Err(error) = follower.spawn(move || follow_memory(&followed)) {
+                        tracing::error!(%error, "hot-plugged memory is not followed");
+                    }
+                    self.daemon.set_stage(Stage::Serving(guest));
+                }
                 Ok(None) => return,
                 Err(error) => {
                     let reason = with_causes(error.as_ref());
@@ -194,17 +299,23 @@ impl GuestDoor {
             .daemon
             .take_prepared()
             .context("the guest was taken over before")?;
-        let pager = Arc::new(prepared.start(vmm.pid, blocks, handed_over.uffds)?);
+        let userfaultfds = handed_over.vmm_fd_numbers;
+        let started = prepared.start(vmm.pid, blocks, handed_over.uffds);
+        // Nothing has been moved: closing them leaves a guest that ran before as it was.
+        let pager = Arc::new(started.inspect_err(|_| close_userfaultfds(&vmm, &userfaultfds))?);
         let device = DeviceConfig {
             far_disk: self.daemon.disk.clone(),
             ..DeviceConfig::new(config.vm)
         };
-        let device = Device::new(device, Arc::clone(&pager) as _)?;
+        let device = Device::new(device, Arc::clone(&pager) as _)
+            .inspect_err(|_| undo(&pager, &vmm, &userfaultfds))?;
         Ok(Some(Guest {
             vmm,
             way: handed_over.way,
             pager,
             device,
+            userfaultfds,
+            disconnected: Mutex::new(None),
             let_go: AtomicBool::new(false),
             terminations,
             stuck: Mutex::new(None),
@@ -221,10 +332,10 @@ fn serve_disk(guest: &Guest, stream: UnixStream) -> anyhow::Result<()> {
             guest.vmm.pid
         );
     }
-    guest
-        .device
-        .serve(stream)
-        .context("the vhost-user connection ended")?;
+    guest.note_connection(true);
+    let served = guest.device.serve(stream);
+    guest.note_connection(false);
+    served.context("the vhost-user connection ended")?;
     tracing::info!("QEMU disconnected the disk");
     Ok(())
 }

@@ -129,6 +129,7 @@ impl Snapshot {
                 ("stored", status.stored_bytes),
                 ("filled", status.filled_bytes),
                 ("lost", status.lost_bytes),
+                ("unmanaged", status.unmanaged_bytes),
             ],
         )?;
         family(
@@ -240,6 +241,7 @@ impl Snapshot {
             "reason",
             &[
                 ("limit", counters.stalls_limit),
+                ("pool", counters.stalls_pool),
                 ("server", counters.stalls_server),
             ],
         )
@@ -451,6 +453,8 @@ mod tests {
             stored_bytes: 4096,
             filled_bytes: 0,
             lost_bytes: 0,
+            homing: None,
+            unmanaged_bytes: 0,
             waiting_faults: 2,
             kernel_memfd_bytes: 8192,
             kernel_staging_bytes: 0,

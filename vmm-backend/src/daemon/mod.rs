@@ -82,6 +82,8 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
     let pager = PagerConfig {
         vm: config.vm,
         ram_bytes: config.ram_bytes,
+        max_ram_bytes: config.max_ram_bytes,
+        page_size: config.page_size,
         limit: config.limit,
         shards: config.shards,
         state_dir: dir.state(),
@@ -161,6 +163,11 @@ fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
             Stage::Serving(guest) => {
                 if guest.vmm.has_ended() {
                     tracing::info!(pid = guest.vmm.pid, "the guest has ended");
+                    daemon.end(&guest);
+                    return Ok(());
+                }
+                if guest.is_detached() || (asked_to_stop && guest.may_be_left()) {
+                    tracing::info!(pid = guest.vmm.pid, "the guest has been detached");
                     daemon.end(&guest);
                     return Ok(());
                 }

@@ -3,13 +3,14 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use outram_wire::control::{Counters, Phase, ServerStatus, Status};
+use outram_wire::control::{Counters, HomingStatus, Phase, ServerStatus, Status};
+use outram_wire::units::format_size;
 
 use super::config::Config;
 use super::guest::Guest;
 use super::lost_pages;
 use crate::far_disk::FarDisk;
-use crate::pager::{HEADROOM_BYTES, MemoryReport, PreparedPager};
+use crate::pager::{Course, HEADROOM_BYTES, MemoryReport, PreparedPager};
 
 /// Anonymous memory of a backend that is not counted against its guest's limit: code's data,
 /// stacks, connection buffers, and the eviction queue of a guest with up to 64 GiB resident.
@@ -141,12 +142,17 @@ impl Daemon {
                 self.config.ram_bytes
             },
             limit,
-            limit_bytes: limit.bytes(self.config.ram_bytes),
+            limit_bytes: match guest {
+                Some(_) => memory.limit,
+                None => limit.bytes(self.config.ram_bytes),
+            },
+            unmanaged_bytes: memory.unmanaged,
             resident_bytes: memory.resident,
             staged_bytes: memory.staged,
             stored_bytes: memory.stored,
             filled_bytes: memory.filled,
             lost_bytes: memory.lost,
+            homing: guest.and_then(|guest| homing(guest)),
             waiting_faults: memory.waiting_faults,
             kernel_memfd_bytes: memory.kernel_memfd,
             kernel_staging_bytes: memory.kernel_staging,
@@ -164,6 +170,14 @@ impl Daemon {
             disk: self.disk.as_ref().map(|disk| disk.status()),
         }
     }
+}
+
+/// How far a guest's memory has come home, if that is where it goes.
+fn homing(guest: &Guest) -> Option<HomingStatus> {
+    (guest.pager.course() != Course::Serving).then(|| HomingStatus {
+        elsewhere_bytes: guest.pager.bytes_elsewhere(),
+        home: guest.pager.is_home(),
+    })
 }
 
 /// The phase, and in words what is out of the ordinary.
@@ -196,21 +210,49 @@ fn phase(
             );
             (Phase::Stopped, Some(detail))
         }
-        Stage::Serving(_) => match unreachable() {
+        Stage::Serving(guest) if guest.pager.course() == Course::Released => {
+            let detail = "all of its memory is on this host and no longer paged; \
+                its disk is still attached: 'outram detach --live' takes it out";
+            (Phase::Released, Some(detail.to_owned()))
+        }
+        Stage::Serving(guest) if guest.pager.course() != Course::Serving => {
+            (Phase::Homing, unreachable())
+        }
+        Stage::Serving(guest) if memory.unmanaged > 0 => {
+            let aside = format!(
+                "{} of hot-plugged memory are not paged and stay local, beyond the limit: {}",
+                format_size(memory.unmanaged),
+                guest.pager.unmanaged_reasons().join("; ")
+            );
+            match unreachable() {
+                Some(down) if memory.waiting_faults > 0 => {
+                    (Phase::Stalled, Some(format!("{down}; {aside}")))
+                }
+                _ => (Phase::Serving, Some(aside)),
+            }
+        }
+        Stage::Serving(guest) => match unreachable() {
             Some(detail) if memory.waiting_faults > 0 => (Phase::Stalled, Some(detail)),
             detail if memory.lost > 0 => {
                 let lost = format!(
                     "{} pages are lost for good; nothing has asked for them since",
-                    memory.lost / 4096
+                    lost_pages(guest)
                 );
                 (
                     Phase::Serving,
                     Some(detail.map_or(lost.clone(), |detail| format!("{lost}; {detail}"))),
                 )
             }
+            None => (Phase::Serving, shrinking(memory)),
             detail => (Phase::Serving, detail),
         },
     }
+}
+
+/// How much is still to leave a guest that was attached while it ran, or whose limit was lowered.
+fn shrinking(memory: &MemoryReport) -> Option<String> {
+    let over = (memory.resident + memory.staged).saturating_sub(memory.limit + HEADROOM_BYTES);
+    (over > 0).then(|| format!("{} above its limit, on their way out", format_size(over)))
 }
 
 /// This process's anonymous memory, by the kernel's count.

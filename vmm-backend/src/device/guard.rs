@@ -19,6 +19,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use outram_wire::units::PageSize;
 use userfaultfd::{FeatureFlags, RegisterMode, Uffd, UffdBuilder};
 use vm_memory::{FileOffset, MmapRegion};
 
@@ -45,13 +46,25 @@ impl Guard {
     }
 
     /// Maps a range of a memfd, watched. Offset and length are whole pages.
+    ///
+    /// No access is allowed until it is watched. Otherwise the kernel itself would make all pages
+    /// that are missing, of zeros, where pages are huge: this process locks its memory as it is
+    /// touched (`MCL_ONFAULT`), of which hugetlbfs heeds the first half and forgets the second.
     pub(super) fn map(&self, file: &Arc<File>, range: Range<u64>) -> io::Result<GuardedMapping> {
         let length = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
         let offset = FileOffset::from_arc(Arc::clone(file), range.start);
-        let region = MmapRegion::from_file(offset, length).map_err(io::Error::other)?;
+        // No reservation: the host's pool of huge pages need not hold what is missing.
+        let flags = libc::MAP_NORESERVE | libc::MAP_SHARED;
+        let region = MmapRegion::build(Some(offset), length, libc::PROT_NONE, flags)
+            .map_err(io::Error::other)?;
         self.0
             .register_with_mode(region.as_ptr().cast(), length, RegisterMode::MISSING)
             .map_err(io::Error::other)?;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the range is the mapping made above, which nobody else knows of yet.
+        if unsafe { libc::mprotect(region.as_ptr().cast(), length, access) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
         Ok(GuardedMapping {
             region,
             _uffd: Arc::clone(&self.0),
@@ -129,13 +142,18 @@ pub(super) struct RingMapping {
 }
 
 impl Guard {
-    /// Maps ring pages, watched, so that a stray access is caught by the signal handler.
-    pub(super) fn map_ring(&self, file: &Arc<File>, range: Range<u64>) -> io::Result<RingMapping> {
+    /// Maps ring pages of a size, watched, so that a stray access is caught by the signal handler.
+    pub(super) fn map_ring(
+        &self,
+        file: &Arc<File>,
+        range: Range<u64>,
+        size: PageSize,
+    ) -> io::Result<RingMapping> {
         let GuardedMapping { region, _uffd } = self.map(file, range)?;
         let start = region.as_ptr() as usize;
         let slot = SLOTS
             .iter()
-            .find(|slot| slot.claim(start, region.size()))
+            .find(|slot| slot.claim(start, region.size(), size))
             .ok_or_else(|| io::Error::other("more rings than can be watched"))?;
         Ok(RingMapping {
             region: Arc::new(region),
@@ -167,6 +185,7 @@ impl Drop for RingMapping {
 struct Slot {
     start: AtomicUsize,
     length: AtomicUsize,
+    page_bytes: AtomicUsize,
     strayed: AtomicBool,
 }
 
@@ -174,18 +193,20 @@ static SLOTS: [Slot; MAX_RING_MAPPINGS] = [const {
     Slot {
         start: AtomicUsize::new(0),
         length: AtomicUsize::new(0),
+        page_bytes: AtomicUsize::new(0),
         strayed: AtomicBool::new(false),
     }
 }; MAX_RING_MAPPINGS];
 
 impl Slot {
-    fn claim(&self, start: usize, length: usize) -> bool {
+    fn claim(&self, start: usize, length: usize, size: PageSize) -> bool {
         let claimed = self
             .start
             .compare_exchange(0, start, Ordering::AcqRel, Ordering::Acquire)
             .is_ok();
         if claimed {
             self.strayed.store(false, Ordering::Release);
+            self.page_bytes.store(size.length(), Ordering::Release);
             self.length.store(length, Ordering::Release);
         }
         claimed
@@ -240,7 +261,7 @@ extern "C" fn handle_bus_error(
     let slot = SLOTS.iter().find(|slot| slot.holds(address));
     let caught = slot.is_some_and(|slot| {
         slot.strayed.store(true, Ordering::Release);
-        put_private_page(address)
+        put_private_page(address, slot.page_bytes.load(Ordering::Acquire))
     });
     if !caught {
         // Not ours: with the default action the access repeats itself and ends the process.
@@ -249,8 +270,7 @@ extern "C" fn handle_bus_error(
 }
 
 /// Replaces the page of ring mapping at an address by a private one of zeros.
-fn put_private_page(address: usize) -> bool {
-    let page = outram_wire::units::PAGE_SIZE;
+fn put_private_page(address: usize, page: usize) -> bool {
     let start = (address & !(page - 1)) as *mut libc::c_void;
     // SAFETY: the page belongs to a RingMapping, which lives as long as its slot is claimed and is
     // accessed by this thread only; nothing but a raw pointer refers to it.
@@ -323,7 +343,9 @@ mod tests {
     fn a_stray_ring_access_is_marked_and_makes_no_page() {
         let file = sparse_memfd();
         let guard = Guard::new().expect("userfaultfd");
-        let ring = guard.map_ring(&file, PAGE..3 * PAGE).expect("mapped");
+        let ring = guard
+            .map_ring(&file, PAGE..3 * PAGE, PageSize::BASE)
+            .expect("mapped");
         accept_bus_errors();
         let region = ring.region();
         let slice = region.get_slice(0, 2 * PAGE as usize).expect("within");

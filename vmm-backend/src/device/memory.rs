@@ -1,5 +1,7 @@
 //! What the device asks of the pager.
 
+use outram_wire::units::PageSize;
+
 use crate::handover::MemfdId;
 
 /// A range of guest RAM, addressed as the pager knows it.
@@ -63,6 +65,9 @@ pub trait GuestMemory: Send + Sync {
     /// The front end told its memory table: the pager confirms that the regions are guest RAM it
     /// knows, and learns their guest-physical addresses. An error cuts the connection.
     fn confirm(&self, regions: &[TableRegion]) -> Result<(), PinError>;
+
+    /// Size of the pages that are pinned and mapped.
+    fn page_size(&self) -> PageSize;
 
     /// Most pages of one [`pin`](Self::pin); at least 1.
     fn max_pages_per_pin(&self) -> usize;

@@ -27,13 +27,14 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use outram_wire::units::VmId;
 use vhost::vhost_user::{BackendReqHandler, Error};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
+use crate::handover::MemfdId;
 use dirty_log::DirtyLog;
 use disk::Disk;
 use guard::Guard;
@@ -117,6 +118,8 @@ pub struct Device {
     max_queues: u16,
     guard: Guard,
     shared: Arc<Shared>,
+    /// The connection being served, if any.
+    connection: Mutex<Weak<Connection>>,
 }
 
 impl Device {
@@ -140,6 +143,7 @@ impl Device {
                 table: RwLock::new(Arc::new(Table::default())),
                 driven: AtomicBool::new(false),
             }),
+            connection: Mutex::default(),
         })
     }
 
@@ -153,6 +157,7 @@ impl Device {
             self.guard.clone(),
             self.max_queues,
         ));
+        *self.connection() = Arc::downgrade(&connection);
         let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&connection));
         let result = loop {
             match handler.handle_request() {
@@ -175,6 +180,24 @@ impl Device {
     /// front end has stopped every queue, as it does for a save and at the end of a migration.
     pub fn is_driven(&self) -> bool {
         self.shared.driven.load(Ordering::Acquire)
+    }
+
+    /// Memory that is guest RAM no longer: drops what is mapped of it. A front end whose driver has
+    /// stopped the disk does not tell.
+    pub fn forget(&self, memfds: &[MemfdId]) {
+        if memfds.is_empty() {
+            return;
+        }
+        let connection = self.connection().upgrade();
+        if let Some(connection) = connection {
+            connection.forget(memfds);
+        }
+    }
+
+    fn connection(&self) -> MutexGuard<'_, Weak<Connection>> {
+        self.connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counters over all connections.

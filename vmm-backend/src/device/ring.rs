@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use outram_wire::units::PAGE_SIZE;
+use outram_wire::units::PageSize;
 use virtio_queue::desc::{self, split};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
@@ -21,7 +21,6 @@ use super::guard::{Guard, RingMapping};
 use super::memory::{GuestMemory, HostRange, PinError, Pinned};
 use super::table::{MappedRegion, Table};
 
-const PAGE: u64 = PAGE_SIZE as u64;
 /// Largest queue offered; QEMU allows 1024 for this device.
 pub(super) const MAX_QUEUE_SIZE: u16 = 1024;
 
@@ -106,7 +105,8 @@ impl Ring {
             pager.pin(&host_ranges(table, &read)?, false)?,
             pager.pin(&host_ranges(table, &written)?, true)?,
         ];
-        let (memory, mappings) = map(guard, table, &[read[0], read[1], written[0]])?;
+        let parts = [read[0], read[1], written[0]];
+        let (memory, mappings) = map(guard, table, &parts, pager.page_size())?;
         queue.set_ready(true);
         let ring = Self {
             queue,
@@ -120,9 +120,10 @@ impl Ring {
 
     /// Sets where processing goes on, and whether notifications go by event index.
     pub(super) fn start_at(&mut self, base: u16, event_idx: bool) -> Result<(), RingError> {
-        self.queue.set_next_avail(base);
-        let used = self.queue.used_idx(&self.memory, Ordering::Acquire)?;
-        self.queue.set_next_used(used.0);
+        let used = self.queue.used_idx(&self.memory, Ordering::Acquire)?.0;
+        let size = self.queue.size();
+        self.queue.set_next_avail(go_on_at(base, used, size));
+        self.queue.set_next_used(used);
         self.queue.set_event_idx(event_idx);
         self.checked(())
     }
@@ -217,6 +218,14 @@ impl DescriptorTable for Ring {
     }
 }
 
+/// The first request to be served, by the front end's word and the used ring's. After a lost
+/// connection, a front end takes the used index for its base, and may have read it just before the
+/// last request was completed: that one is not to be completed twice.
+fn go_on_at(base: u16, used: u16, size: u16) -> u16 {
+    let completed_since = used.wrapping_sub(base);
+    if completed_since <= size { used } else { base }
+}
+
 /// The region of a part and its first and last page there.
 fn pages_of(
     table: &Table,
@@ -225,7 +234,8 @@ fn pages_of(
     let (region, offset) = table
         .by_vmm_address(address, length)
         .ok_or(RingError::Address(address))?;
-    Ok((region, offset / PAGE..(offset + length).div_ceil(PAGE)))
+    let page = region.size.bytes();
+    Ok((region, offset / page..(offset + length).div_ceil(page)))
 }
 
 /// The guest address of a part that the VMM gave its own address of: the one to log at, if told.
@@ -251,8 +261,9 @@ fn host_ranges(table: &Table, parts: &[(u64, u64)]) -> Result<Vec<HostRange>, Ri
         .iter()
         .map(|&part| {
             let (region, pages) = pages_of(table, part)?;
-            let length = (pages.end - pages.start) * PAGE;
-            Ok(region.host_range(pages.start * PAGE, length))
+            let page = region.size.bytes();
+            let length = (pages.end - pages.start) * page;
+            Ok(region.host_range(pages.start * page, length))
         })
         .collect()
 }
@@ -262,28 +273,30 @@ fn map(
     guard: &Guard,
     table: &Table,
     parts: &[(u64, u64)],
+    size: PageSize,
 ) -> Result<(GuestMemoryMmap, Vec<RingMapping>), RingError> {
+    let page_bytes = size.bytes();
     // Parts may share pages: as VMM addresses of pages, sorted and without doubles.
     let mut pages = BTreeSet::new();
     for &part in parts {
         let (region, range) = pages_of(table, part)?;
-        pages.extend(range.map(|page| region.info.vmm_address + page * PAGE));
+        pages.extend(range.map(|page| region.info.vmm_address + page * page_bytes));
     }
     let mut mappings = Vec::new();
     let mut regions = Vec::new();
-    for run in runs(pages.into_iter().collect()) {
+    for run in runs(pages.into_iter().collect(), page_bytes) {
         let length = run.end - run.start;
         // A run may cross regions that touch in the VMM; each page lies in one.
         let mut address = run.start;
         while address < run.end {
             let (region, offset) = table
-                .by_vmm_address(address, PAGE)
+                .by_vmm_address(address, page_bytes)
                 .ok_or(RingError::Address(address))?;
             let here = (run.end - address)
                 .min(region.info.length - offset)
                 .min(length);
             let start = region.info.file_offset + offset;
-            let mapping = guard.map_ring(&region.file, start..start + here)?;
+            let mapping = guard.map_ring(&region.file, start..start + here, size)?;
             let region = GuestRegionMmap::with_arc(mapping.region(), GuestAddress(address));
             regions.push(region.ok_or(RingError::Address(address))?);
             mappings.push(mapping);
@@ -295,12 +308,12 @@ fn map(
 }
 
 /// Neighbouring pages as ranges of addresses.
-fn runs(pages: Vec<u64>) -> Vec<Range<u64>> {
+fn runs(pages: Vec<u64>, page_bytes: u64) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for page in pages {
         match runs.last_mut() {
-            Some(run) if run.end == page => run.end += PAGE,
-            _ => runs.push(page..page + PAGE),
+            Some(run) if run.end == page => run.end += page_bytes,
+            _ => runs.push(page..page + page_bytes),
         }
     }
     runs
@@ -311,10 +324,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_request_completed_after_the_front_end_looked_is_not_served_again() {
+        assert_eq!(go_on_at(7, 7, 128), 7);
+        assert_eq!(go_on_at(7, 8, 128), 8);
+        assert_eq!(go_on_at(u16::MAX, 0, 128), 0);
+        // What the front end says was taken already is not taken again.
+        assert_eq!(go_on_at(8, 7, 128), 8);
+        assert_eq!(go_on_at(7, 7 + 129, 128), 7, "no ring is so long");
+    }
+
+    #[test]
     fn neighbouring_pages_make_a_run() {
-        assert_eq!(
-            runs(vec![PAGE, 2 * PAGE, 5 * PAGE]),
-            [PAGE..3 * PAGE, 5 * PAGE..6 * PAGE]
-        );
+        for page in [PageSize::BASE.bytes(), PageSize::HUGE.bytes()] {
+            assert_eq!(
+                runs(vec![page, 2 * page, 5 * page], page),
+                [page..3 * page, 5 * page..6 * page]
+            );
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The vhost-user back end: what a front end says, and what becomes of it.
 //!
 //! No in-flight descriptors are offered: requests are served one at a time and in order within a
-//! queue, so that the used index alone tells a front end that reconnects where to go on.
+//! queue, so that the used index alone tells where to go on after a front end has reconnected.
 
 use std::fs::File;
 use std::io;
@@ -130,6 +130,22 @@ impl Connection {
         self.shared.log.clear();
     }
 
+    /// Drops regions of memfds that are guest RAM no longer.
+    pub(super) fn forget(&self, memfds: &[MemfdId]) {
+        let mut state = self.state();
+        let before = state.regions.len();
+        state
+            .regions
+            .retain(|region| !memfds.contains(&region.info.memfd));
+        if state.regions.len() == before {
+            return;
+        }
+        match Table::new(state.regions.clone()) {
+            Ok(table) => self.replace_table(table),
+            Err(error) => tracing::error!(error, "a memory table became wrong by being less"),
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -207,7 +223,8 @@ impl Connection {
         if let Some(known) = self.known_region(&info) {
             return Ok(known);
         }
-        let region = MappedRegion::map(&self.guard, info, file).map_err(|error| {
+        let size = self.shared.memory.page_size();
+        let region = MappedRegion::map(&self.guard, info, file, size).map_err(|error| {
             refuse(format_args!(
                 "the memory region at guest address {guest_address:#x} with {length:#x} bytes \
                  cannot be used: {error}"

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use outram_wire::units::PAGE_SIZE;
+use outram_wire::units::PageSize;
 
 use super::chain::Segment;
 use super::dirty_log::DirtyLog;
@@ -13,20 +13,26 @@ use super::guard::{Guard, GuardedMapping, Stray};
 use super::memory::{GuestMemory, HostRange, TableRegion};
 use super::request::{AccessError, Buffers};
 
-const PAGE: u64 = PAGE_SIZE as u64;
-
 /// A region with our own, guarded mapping of it.
 pub(super) struct MappedRegion {
     /// As the front end told it.
     pub info: TableRegion,
     /// Its memfd.
     pub file: Arc<File>,
+    /// Size of its pages.
+    pub size: PageSize,
     mapping: GuardedMapping,
 }
 
 impl MappedRegion {
-    /// Maps a region. Its borders must be whole pages that lie within the file.
-    pub(super) fn map(guard: &Guard, info: TableRegion, file: File) -> io::Result<Self> {
+    /// Maps a region of pages of a size. Its borders must be whole pages that lie within the file
+    /// (QEMU rounds them, where its pages are huge).
+    pub(super) fn map(
+        guard: &Guard,
+        info: TableRegion,
+        file: File,
+        size: PageSize,
+    ) -> io::Result<Self> {
         let end = info.file_offset.checked_add(info.length);
         let whole_pages = [
             info.file_offset,
@@ -35,7 +41,7 @@ impl MappedRegion {
             info.length,
         ]
         .iter()
-        .all(|value| value.is_multiple_of(PAGE));
+        .all(|value| value.is_multiple_of(size.bytes()));
         let wraps = info.guest_address.checked_add(info.length).is_none()
             || info.vmm_address.checked_add(info.length).is_none();
         let Some(end) = end.filter(|_| whole_pages && !wraps && info.length > 0) else {
@@ -49,6 +55,7 @@ impl MappedRegion {
         Ok(Self {
             info,
             file,
+            size,
             mapping,
         })
     }
@@ -72,8 +79,8 @@ struct Piece<'a> {
 
 impl Piece<'_> {
     fn pages(&self) -> usize {
-        let lead = self.offset % PAGE;
-        (lead + self.length).div_ceil(PAGE) as usize
+        let page = self.region.size.bytes();
+        (self.offset % page + self.length).div_ceil(page) as usize
     }
 }
 
@@ -193,7 +200,8 @@ fn groups(pieces: Vec<Piece<'_>>, most: usize) -> Vec<Vec<Piece<'_>>> {
                 groups.push(Vec::new());
                 room = most;
             }
-            let fits = (room as u64 * PAGE - piece.offset % PAGE).min(piece.length);
+            let page = piece.region.size.bytes();
+            let fits = (room as u64 * page - piece.offset % page).min(piece.length);
             let part = Piece {
                 region: piece.region,
                 offset: piece.offset,
@@ -282,6 +290,8 @@ mod tests {
     use super::*;
     use crate::handover::MemfdId;
 
+    const PAGE: u64 = PageSize::BASE.bytes();
+
     /// Everything is resident; pins are recorded.
     struct Resident {
         pins: Mutex<Vec<Vec<HostRange>>>,
@@ -302,6 +312,10 @@ mod tests {
             Ok(())
         }
 
+        fn page_size(&self) -> PageSize {
+            PageSize::BASE
+        }
+
         fn max_pages_per_pin(&self) -> usize {
             self.most
         }
@@ -310,7 +324,7 @@ mod tests {
     /// Two regions of four pages that touch in guest addresses but are swapped in the file.
     fn table() -> (Table, File) {
         let file = tempfile::tempfile_in("/dev/shm").expect("a tmpfs");
-        file.write_all_at(&[1; 8 * PAGE_SIZE], 0).expect("room");
+        file.write_all_at(&[1; 8 * PAGE as usize], 0).expect("room");
         let guard = Guard::new().expect("userfaultfd");
         let memfd = MemfdId::of(&file).expect("open");
         let region = |guest_page: u64, file_page: u64| {
@@ -322,7 +336,7 @@ mod tests {
                 length: 4 * PAGE,
             };
             let file = file.try_clone().expect("descriptors");
-            Arc::new(MappedRegion::map(&guard, info, file).expect("mapped"))
+            Arc::new(MappedRegion::map(&guard, info, file, PageSize::BASE).expect("mapped"))
         };
         let table = Table::new(vec![region(8, 0), region(4, 4)]).expect("no overlap");
         (table, file)

@@ -117,6 +117,10 @@ struct QueueServer {
 impl QueueServer {
     /// Serves until stopped, or until the driver breaks the queue's rules.
     fn run(&mut self) {
+        // A front end that lost its connection listens at another descriptor when it is back, and
+        // may change it once more after the queue has started (QEMU's does): what was completed in
+        // between would not be heard of. A call too many does no harm.
+        self.notify();
         // Kicks may have come before we listened.
         let mut result = self.serve_available();
         while result.is_ok() && !self.stop_is_wanted() {

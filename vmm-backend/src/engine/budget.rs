@@ -4,32 +4,47 @@
 //! the kernel's own count never exceeds this one. Staging is preallocated and not counted here:
 //! its size is taken off the limit beforehand.
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::PageSize;
 
 /// Pages counted against the limit; shared by all shards without a lock.
 #[derive(Debug)]
 pub struct Budget {
+    /// Pages kept free ahead of need, at least and at most.
+    reserve: RangeInclusive<u64>,
     limit: AtomicU64,
     used: AtomicU64,
     evicting: AtomicU64,
     waiting: AtomicU64,
+    waiting_for_pool: AtomicU64,
 }
 
-/// Pages kept free ahead of need: large enough that faults in a burst find room, small beside the
-/// limit. A sixteenth, at least two runs, at most 32 MiB.
-fn reserve_of(limit: u64) -> u64 {
-    (limit / 16).clamp(128.min(limit / 2), 8192)
-}
+/// The reserve at least: two runs, or two pages where these are larger.
+const RESERVE_LEAST_BYTES: u64 = 512 << 10;
+/// The reserve at most.
+const RESERVE_MOST_BYTES: u64 = 32 << 20;
 
 impl Budget {
-    /// A budget of `limit` pages.
-    pub fn new(limit: u64) -> Self {
+    /// A budget of `limit` pages of a size.
+    pub fn new(limit: u64, size: PageSize) -> Self {
+        let least = size.pages_in(RESERVE_LEAST_BYTES, 2);
         Self {
+            reserve: least..=size.pages_in(RESERVE_MOST_BYTES, least),
             limit: AtomicU64::new(limit),
             used: AtomicU64::new(0),
             evicting: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
+            waiting_for_pool: AtomicU64::new(0),
         }
+    }
+
+    /// Pages kept free ahead of need: large enough that faults in a burst find room, small beside
+    /// the limit. A sixteenth of it, within bounds.
+    fn reserve_of(&self, limit: u64) -> u64 {
+        let least = (*self.reserve.start()).min(limit / 2);
+        (limit / 16).clamp(least, *self.reserve.end())
     }
 
     /// Changes the limit. Shards evict down to it on their own.
@@ -77,23 +92,24 @@ impl Budget {
     /// Room that faults may take without eating into the reserve.
     pub fn spare(&self) -> u64 {
         let limit = self.limit();
-        (limit - reserve_of(limit)).saturating_sub(self.used())
+        (limit - self.reserve_of(limit)).saturating_sub(self.used())
     }
 
     /// Pages that have to be chosen for eviction now: down to the low watermark once the high one
-    /// (half the reserve) is passed; more where faults wait for room.
+    /// (half the reserve) is passed; more where faults wait for room, and one for each that waits
+    /// for a page of the host's pool, however far the limit is.
     pub fn shortage(&self) -> u64 {
         let limit = self.limit();
-        let staying = self
-            .used()
-            .saturating_sub(self.evicting.load(Ordering::Relaxed));
+        let evicting = self.evicting.load(Ordering::Relaxed);
+        let staying = self.used().saturating_sub(evicting);
         let waiting = self.waiting.load(Ordering::Relaxed);
-        let reserve = reserve_of(limit);
-        if staying + waiting > limit - reserve / 2 {
+        let reserve = self.reserve_of(limit);
+        let over_limit = if staying + waiting > limit - reserve / 2 {
             (staying + waiting).saturating_sub(limit - reserve)
         } else {
             0
-        }
+        };
+        over_limit.max(self.waiting_for_pool().saturating_sub(evicting))
     }
 
     /// Whether eviction should run.
@@ -121,6 +137,21 @@ impl Budget {
         self.waiting.fetch_sub(1, Ordering::AcqRel);
     }
 
+    /// Notes a fault that waits for a page of the host's pool.
+    pub fn start_waiting_for_pool(&self) {
+        self.waiting_for_pool.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Notes that it no longer waits.
+    pub fn end_waiting_for_pool(&self) {
+        self.waiting_for_pool.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Faults that wait for a page of the host's pool, in all shards.
+    pub fn waiting_for_pool(&self) -> u64 {
+        self.waiting_for_pool.load(Ordering::Acquire)
+    }
+
     /// Faults that wait for room, in all shards.
     pub fn waiting(&self) -> u64 {
         self.waiting.load(Ordering::SeqCst)
@@ -133,7 +164,7 @@ mod tests {
 
     #[test]
     fn the_limit_is_never_passed_by_acquiring() {
-        let budget = Budget::new(10);
+        let budget = Budget::new(10, PageSize::BASE);
         assert!(budget.acquire(10));
         assert!(!budget.acquire(1));
         budget.release(1);
@@ -144,7 +175,7 @@ mod tests {
 
     #[test]
     fn eviction_starts_at_the_high_and_ends_at_the_low_watermark() {
-        let budget = Budget::new(3200);
+        let budget = Budget::new(3200, PageSize::BASE);
         budget.force(3100);
         assert_eq!(budget.shortage(), 0);
         budget.force(1);
@@ -155,9 +186,32 @@ mod tests {
 
     #[test]
     fn a_lowered_limit_makes_a_shortage_at_once() {
-        let budget = Budget::new(1000);
+        let budget = Budget::new(1000, PageSize::BASE);
         budget.force(900);
         budget.set_limit(320);
         assert_eq!(budget.shortage(), 900 - (320 - 128));
+    }
+
+    #[test]
+    fn few_large_pages_are_not_all_reserved() {
+        let budget = Budget::new(32, PageSize::HUGE);
+        budget.force(31);
+        assert_eq!(budget.shortage(), 0);
+        budget.force(1);
+        assert_eq!(budget.shortage(), 2);
+        assert_eq!(Budget::new(32, PageSize::HUGE).spare(), 30);
+    }
+
+    #[test]
+    fn an_empty_pool_is_a_shortage_below_the_limit() {
+        let budget = Budget::new(100, PageSize::HUGE);
+        budget.force(10);
+        budget.start_waiting_for_pool();
+        assert_eq!(budget.shortage(), 1);
+        budget.start_evicting(1);
+        assert_eq!(budget.shortage(), 0);
+        budget.end_evicting(1);
+        budget.end_waiting_for_pool();
+        assert_eq!(budget.shortage(), 0);
     }
 }

@@ -16,8 +16,9 @@ use super::table::{Entry, State};
 use super::tag::fill_word;
 use super::{PageIndex, PageRun, Shared};
 
-/// Pages a run has at most: range operations cost per page little more beyond this.
-pub const RUN_PAGES: u32 = 64;
+/// Bytes a run has at most, but at least a page: range operations cost per page little more beyond
+/// 64 base pages, and a huge page is a range by itself.
+pub const RUN_BYTES: u64 = 256 << 10;
 
 /// What an evictor needs of the world.
 pub trait EvictionPorts {

@@ -22,7 +22,7 @@ pub mod tag;
 use std::fmt;
 use std::sync::Arc;
 
-pub use outram_wire::units::PAGE_SIZE;
+pub use outram_wire::units::PageSize;
 
 /// A page of guest RAM: its place in the page table. Regions follow each other in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -110,6 +110,8 @@ pub enum Install {
     Exists,
     /// The VMM is changing its mappings: read all events, then try again.
     Again,
+    /// The host's pool of huge pages has none left: try again once one was given back to it.
+    PoolEmpty,
     /// The VMM or the mapping is gone.
     Gone,
 }
@@ -153,6 +155,9 @@ pub enum PinRefused {
     /// The guest is ending.
     #[error("the guest is ending")]
     Ending,
+    /// A page's memory was unplugged.
+    #[error("a page of the request was unplugged")]
+    Unplugged,
 }
 
 /// What a shard needs of the world. All calls but [`Ports::fetch`], [`Ports::start_run`] and
@@ -190,6 +195,8 @@ pub trait Ports {
 
 /// What all shards of a guest share.
 pub struct Shared {
+    /// Size of all of its pages.
+    pub page_size: PageSize,
     /// States of all pages.
     pub table: table::PageTable,
     /// Host memory in use against the limit.

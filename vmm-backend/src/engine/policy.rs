@@ -35,6 +35,8 @@ pub struct TwoQueues {
     first: PageIndex,
     /// Per page, the arrival it was queued at; 0 is none.
     arrivals: Vec<u32>,
+    /// Pages that are queued at an arrival of theirs.
+    present: usize,
     next_arrival: u32,
     fresh: VecDeque<(PageIndex, u32)>,
     proven: VecDeque<(PageIndex, u32)>,
@@ -46,14 +48,22 @@ impl TwoQueues {
         Self {
             first: range.first,
             arrivals: vec![0; range.count as usize],
+            present: 0,
             next_arrival: 1,
             fresh: VecDeque::new(),
             proven: VecDeque::new(),
         }
     }
 
-    fn arrival(&mut self, page: PageIndex) -> &mut u32 {
-        &mut self.arrivals[(page.0 - self.first.0) as usize]
+    fn arrival(&self, page: PageIndex) -> u32 {
+        self.arrivals[(page.0 - self.first.0) as usize]
+    }
+
+    fn set_arrival(&mut self, page: PageIndex, arrival: u32) {
+        let place = &mut self.arrivals[(page.0 - self.first.0) as usize];
+        self.present += usize::from(*place == 0 && arrival != 0);
+        self.present -= usize::from(*place != 0 && arrival == 0);
+        *place = arrival;
     }
 
     fn pop_oldest(&mut self) -> Option<(PageIndex, u32)> {
@@ -63,7 +73,7 @@ impl TwoQueues {
                 true => self.proven.pop_front(),
                 false => self.fresh.pop_front().or_else(|| self.proven.pop_front()),
             }?;
-            if *self.arrival(page) == arrival {
+            if self.arrival(page) == arrival {
                 return Some((page, arrival));
             }
         }
@@ -71,16 +81,16 @@ impl TwoQueues {
 
     /// Whether a neighbour is old enough to go along with a page that arrived at `oldest`: in the
     /// older quarter of what came since.
-    fn goes_along(&mut self, page: PageIndex, oldest: u32) -> bool {
-        let arrival = *self.arrival(page);
+    fn goes_along(&self, page: PageIndex, oldest: u32) -> bool {
+        let arrival = self.arrival(page);
         let span = self.next_arrival.wrapping_sub(oldest);
         arrival != 0 && arrival.wrapping_sub(oldest) <= span / 4 + 64
     }
 
     /// Drops what departed or arrived again since, before it outgrows what is there: each page
-    /// is queued once at most.
+    /// is queued once at most. The range may be far larger than what is ever plugged of it.
     fn tidy(&mut self) {
-        if self.fresh.len() + self.proven.len() <= 2 * self.arrivals.len() {
+        if self.fresh.len() + self.proven.len() <= 2 * self.present {
             return;
         }
         let (first, arrivals) = (self.first.0, &self.arrivals);
@@ -105,7 +115,7 @@ impl Policy for TwoQueues {
     fn arrived(&mut self, page: PageIndex, arrival: Arrival) {
         let number = self.next_arrival;
         self.next_arrival = self.next_arrival.wrapping_add(1).max(1);
-        *self.arrival(page) = number;
+        self.set_arrival(page, number);
         match arrival {
             Arrival::New => self.fresh.push_back((page, number)),
             Arrival::Refault => self.proven.push_back((page, number)),
@@ -114,7 +124,7 @@ impl Policy for TwoQueues {
     }
 
     fn departed(&mut self, page: PageIndex) {
-        *self.arrival(page) = 0;
+        self.set_arrival(page, 0);
     }
 
     fn choose(&mut self, most: u32, may_go: &mut dyn FnMut(PageIndex) -> bool) -> Option<PageRun> {
@@ -152,7 +162,7 @@ impl Policy for TwoQueues {
             count: end - first,
         };
         for page in run.pages() {
-            *self.arrival(page) = 0;
+            self.set_arrival(page, 0);
         }
         Some(run)
     }

@@ -89,6 +89,8 @@ pub struct Stats {
     pub removed: Counter,
     /// Faults that waited for room under the limit.
     pub stalls_limit: Counter,
+    /// Attempts to give a page that found the host's pool of huge pages empty.
+    pub stalls_pool: Counter,
     /// Faults that waited for a server out of reach.
     pub stalls_server: Counter,
     /// Pages whose bytes did not match their tag.
@@ -122,6 +124,7 @@ impl Stats {
             written_back: Counter::default(),
             removed: Counter::default(),
             stalls_limit: Counter::default(),
+            stalls_pool: Counter::default(),
             stalls_server: Counter::default(),
             integrity_failures: Counter::default(),
             pages: Default::default(),
@@ -162,6 +165,11 @@ impl Stats {
     /// Notes pages of RAM that were found, all absent so far.
     pub fn found(&self, pages: u64) {
         self.pages[State::Absent as usize].fetch_add(pages, Ordering::Relaxed);
+    }
+
+    /// Notes that pages of RAM are there no longer, all absent by now.
+    pub fn vanished(&self, pages: u64) {
+        self.pages[State::Absent as usize].fetch_sub(pages, Ordering::Relaxed);
     }
 
     /// Pages in a state now.

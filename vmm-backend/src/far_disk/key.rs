@@ -27,10 +27,8 @@ impl Identity {
             hasher.update(vm.0.as_bytes());
             *hasher.finalize().as_bytes()
         };
-        let mut name = [0; 16];
-        name.copy_from_slice(&derive("outram 2025 far-memory disk name")[..16]);
         Self {
-            disk: DiskId(uuid::Builder::from_random_bytes(name).into_uuid()),
+            disk: key.disk_of(vm),
             secret: SessionSecret(derive("outram 2025 far-memory disk secret")),
             tags: TagKey::new(derive("outram 2025 far-memory disk tags")),
         }

@@ -1,8 +1,9 @@
 //! A disk's line to one server: its session, and the data connections that requests take turns on.
 //!
-//! A request takes a connection, waits for its one reply and puts the connection back. One that
-//! dies is replaced behind the server's fence, and the request is made again: it names the same
-//! bytes and the same place, so that once more is as good as once. A server out of reach is waited
+//! A request takes a connection, waits for its one reply and puts the connection back. Where one dies
+//! or is given up, what was sent on it may still land: from then on no request takes a connection that
+//! was there before, but those that come behind the server's fence, after which nothing of the former
+//! ones can. The request is made again on one of these. A server out of reach is waited
 //! for, for as long as nobody interrupts; one that has the disk no more, or that another has claimed
 //! it from, is an error at once.
 
@@ -43,6 +44,8 @@ struct Now {
     idle: Vec<DataConn>,
     /// The latest greeting: connections of former ones are dead.
     generation: u64,
+    /// The latest greeting of which a connection was given up: none of its others is taken either.
+    given_up: Option<u64>,
     /// Slabs that the server kept for the disk when it was opened.
     held: Option<Vec<SlabId>>,
     /// A slab was asked for, and there is no answer yet.
@@ -69,6 +72,26 @@ impl Over {
     }
 }
 
+impl Now {
+    /// Whether requests may take connections of a greeting.
+    fn is_usable(&self, generation: u64) -> bool {
+        generation == self.generation && self.given_up.is_none_or(|last| generation > last)
+    }
+
+    /// A connection that no request uses any more.
+    fn take_back(&mut self, conn: DataConn) {
+        if self.is_usable(conn.generation()) {
+            self.idle.push(conn);
+        }
+    }
+
+    /// Something sent on a connection of this greeting may land at any time until the next one.
+    fn give_up(&mut self, generation: u64) {
+        self.given_up = self.given_up.max(Some(generation));
+        self.idle.retain(|conn| conn.generation() > generation);
+    }
+}
+
 impl LineState {
     /// Takes in what the session tells.
     pub(super) fn hear(&self, event: SessionEvent) {
@@ -82,9 +105,7 @@ impl LineState {
                     now.idle.clear();
                     now.generation = conn.generation();
                 }
-                if conn.generation() == now.generation {
-                    now.idle.push(conn);
-                }
+                now.take_back(conn);
             }
             SessionEvent::Down { error, .. } => {
                 if let Some(over) = verdict(&error) {
@@ -233,10 +254,9 @@ impl Line {
                     self.put_back(conn);
                     return Err(DiskFault::Lost(error.to_string()));
                 }
-                Exchange::Dead => self.session.reconnect_data(conn.generation()),
+                Exchange::Dead => self.give_up(&conn),
                 Exchange::Interrupted => {
-                    // What was sent may still land, unless a new greeting is fenced off from it.
-                    self.session.reconnect_data(conn.generation());
+                    self.give_up(&conn);
                     return Err(DiskFault::Interrupted);
                 }
             }
@@ -244,12 +264,15 @@ impl Line {
     }
 
     fn put_back(&self, conn: DataConn) {
-        let mut now = self.state.lock();
-        if conn.generation() == now.generation {
-            now.idle.push(conn);
-        }
-        drop(now);
+        self.state.lock().take_back(conn);
         self.state.changed.notify_all();
+    }
+
+    /// What was sent on a connection may still land: has everything wait for connections behind the
+    /// server's fence. To be called before the range of the request is let go.
+    fn give_up(&self, conn: &DataConn) {
+        self.state.lock().give_up(conn.generation());
+        self.session.reconnect_data(conn.generation());
     }
 }
 
@@ -309,4 +332,53 @@ fn wait_for(conn: &DataConn) {
     };
     // A failed wait is only a shorter one: the connection is asked either way.
     let _ = poll(&mut fds, Some(&timeout));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    /// Tells a line's state of a connection of a greeting.
+    fn connect(state: &LineState, listener: &TcpListener, generation: u64) {
+        let address = listener.local_addr().expect("bound");
+        let socket = TcpStream::connect(address).expect("connected");
+        let address = address.to_string().parse().expect("an address");
+        state.hear(SessionEvent::DataConnection {
+            server: 0,
+            role: 0,
+            conn: DataConn::of_greeting(address, socket, generation),
+        });
+    }
+
+    /// The connection that a request takes; none where it would have to wait.
+    fn take(state: &LineState) -> Option<DataConn> {
+        let at_once = AtomicBool::new(true);
+        let interrupt = Interrupt::by(&at_once);
+        state.wait(&interrupt, |now| now.idle.pop()).ok()
+    }
+
+    #[test]
+    fn after_one_is_given_up_all_wait_for_the_fence() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let state = LineState::default();
+        (0..3).for_each(|_| connect(&state, &listener, 1));
+        let (lost, busy) = (take(&state).expect("idle"), take(&state).expect("idle"));
+        state.lock().give_up(lost.generation());
+        assert!(
+            take(&state).is_none(),
+            "the third would overtake the lost one"
+        );
+        // One that another request was using, and one that the session opened meanwhile.
+        state.lock().take_back(busy);
+        connect(&state, &listener, 1);
+        assert!(take(&state).is_none(), "they would too");
+        connect(&state, &listener, 2);
+        let next = take(&state).expect("behind the fence");
+        assert_eq!(next.generation(), 2);
+        state.lock().take_back(next);
+        assert!(take(&state).is_some());
+    }
 }

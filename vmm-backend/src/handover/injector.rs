@@ -5,13 +5,14 @@
 //! step kills that process: this one is exempt from the OOM killer, has its own session and every
 //! signal blocked, and outlives the backend. Its standard input is the vhost-user socket, its
 //! standard output takes one line of JSON. The line is written while the VMM still stands: where
-//! nobody reads it any more, the descriptors are closed again.
+//! nobody reads it any more, the descriptors are closed again. At a live detach the same process
+//! closes them for good.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use super::outcome::Outcome;
@@ -29,23 +30,48 @@ const GRACE: Duration = Duration::from_secs(1);
 struct Task {
     pid: i32,
     start_time: u64,
-    count: usize,
     timeout: Duration,
-    allow_sysctl: bool,
-    ways: Vec<Way>,
+    job: Job,
 }
+
+/// What the VMM's main thread is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Job {
+    /// Create userfaultfds.
+    Create {
+        count: usize,
+        allow_sysctl: bool,
+        ways: Vec<Way>,
+    },
+    /// Close these, which an earlier hand-over created.
+    Close(Vec<RawFd>),
+}
+
+/// The word that tells a task that closes from one that creates.
+const CLOSE: &str = "close";
 
 impl Task {
     fn to_args(&self) -> Vec<String> {
-        let ways: Vec<&str> = self.ways.iter().map(|way| way.name()).collect();
-        vec![
+        let mut args = vec![
             self.pid.to_string(),
             self.start_time.to_string(),
-            self.count.to_string(),
             self.timeout.as_millis().to_string(),
-            self.allow_sysctl.to_string(),
-            ways.join(","),
-        ]
+        ];
+        args.extend(match &self.job {
+            Job::Create {
+                count,
+                allow_sysctl,
+                ways,
+            } => {
+                let ways: Vec<&str> = ways.iter().map(|way| way.name()).collect();
+                vec![count.to_string(), allow_sysctl.to_string(), ways.join(",")]
+            }
+            Job::Close(numbers) => {
+                let numbers: Vec<String> = numbers.iter().map(RawFd::to_string).collect();
+                vec![CLOSE.to_owned(), numbers.join(",")]
+            }
+        });
+        args
     }
 
     fn from_args(args: impl IntoIterator<Item = OsString>) -> Option<Self> {
@@ -53,18 +79,36 @@ impl Task {
             .into_iter()
             .map(|arg| arg.into_string().ok())
             .collect::<Option<_>>()?;
-        let [pid, start_time, count, timeout, allow_sysctl, ways] = args.as_slice() else {
+        let [pid, start_time, timeout, job @ ..] = args.as_slice() else {
             return None;
+        };
+        let (job, count) = match job {
+            [word, numbers] if word == CLOSE => {
+                let numbers: Vec<RawFd> = numbers
+                    .split(',')
+                    .map(|number| number.parse().ok().filter(|number| *number >= 0))
+                    .collect::<Option<_>>()?;
+                let count = numbers.len();
+                (Job::Close(numbers), count)
+            }
+            [count, allow_sysctl, ways] => {
+                let count = count.parse().ok()?;
+                let job = Job::Create {
+                    count,
+                    allow_sysctl: allow_sysctl.parse().ok()?,
+                    ways: ways.split(',').map(Way::from_name).collect::<Option<_>>()?,
+                };
+                (job, count)
+            }
+            _ => return None,
         };
         let task = Self {
             pid: pid.parse().ok()?,
             start_time: start_time.parse().ok()?,
-            count: count.parse().ok()?,
             timeout: Duration::from_millis(timeout.parse().ok()?),
-            allow_sysctl: allow_sysctl.parse().ok()?,
-            ways: ways.split(',').map(Way::from_name).collect::<Option<_>>()?,
+            job,
         };
-        (task.pid > 0 && (1..=MAX_UFFDS).contains(&task.count)).then_some(task)
+        (task.pid > 0 && (1..=MAX_UFFDS).contains(&count)).then_some(task)
     }
 }
 
@@ -107,25 +151,16 @@ fn stand_apart() {
 
 /// Carries the task out and reports its success itself, while the VMM still stands.
 fn inject(task: &Task) -> Result<(), Outcome> {
-    let failed = |step: &str, error: io::Error| Outcome::Failed {
-        detail: format!("{step}: {error}"),
-    };
     let vmm = Vmm::reopen(task.pid, task.start_time).map_err(|_| Outcome::Gone)?;
-    let socket = io::stdin()
-        .as_fd()
-        .try_clone_to_owned()
-        .map(UnixStream::from)
-        .map_err(|error| failed("taking over the socket", error))?;
-    let setting = Setting {
-        pid: task.pid,
-        pidfd: vmm.pidfd(),
-        socket: &socket,
-        allow_sysctl: task.allow_sysctl,
-        count: task.count,
-    };
     let mut thread = BorrowedThread::borrow(task.pid, task.timeout).map_err(Outcome::from)?;
-    let outcome = create_by_any(task, &mut thread, &setting)
-        .and_then(|(numbers, way)| hand_in(&vmm, &mut thread, numbers, way));
+    let outcome = match &task.job {
+        Job::Create {
+            count,
+            allow_sysctl,
+            ways,
+        } => create(&vmm, &mut thread, *count, *allow_sysctl, ways),
+        Job::Close(numbers) => close(&vmm, &mut thread, numbers),
+    };
     let given_back = thread.give_back();
     outcome?;
     // The result is with the parent already; a VMM that ended meanwhile is noticed there.
@@ -135,14 +170,50 @@ fn inject(task: &Task) -> Result<(), Outcome> {
     Ok(())
 }
 
+fn create(
+    vmm: &Vmm,
+    thread: &mut BorrowedThread,
+    count: usize,
+    allow_sysctl: bool,
+    ways: &[Way],
+) -> Result<(), Outcome> {
+    let socket = io::stdin()
+        .as_fd()
+        .try_clone_to_owned()
+        .map(UnixStream::from)
+        .map_err(|error| Outcome::Failed {
+            detail: format!("taking over the socket: {error}"),
+        })?;
+    let setting = Setting {
+        pid: vmm.pid,
+        pidfd: vmm.pidfd(),
+        socket: &socket,
+        allow_sysctl,
+        count,
+    };
+    let (numbers, way) = create_by_any(ways, thread, &setting)?;
+    hand_in(vmm, thread, numbers, way)
+}
+
+/// Closes userfaultfds in the VMM. Nothing is closed unless each number still is one.
+fn close(vmm: &Vmm, thread: &mut BorrowedThread, numbers: &[RawFd]) -> Result<(), Outcome> {
+    let failed = |detail: String| Outcome::Failed { detail };
+    // Dropped before the VMM runs on: the last of them to be closed is to be the VMM's own.
+    vmm.fetch_uffds(numbers)
+        .map(drop)
+        .map_err(|error| failed(error.to_string()))?;
+    ways::close_all(thread, numbers).map_err(Outcome::from)?;
+    report(&Outcome::Closed).map_err(|error| failed(format!("reporting to the backend: {error}")))
+}
+
 /// Tries the ways in their order.
 fn create_by_any(
-    task: &Task,
+    ways: &[Way],
     thread: &mut BorrowedThread,
     setting: &Setting<'_>,
 ) -> Result<(Vec<RawFd>, Way), Outcome> {
     let mut attempts = Vec::new();
-    for &way in &task.ways {
+    for &way in ways {
         match ways::create(way, thread, setting) {
             Ok(numbers) => return Ok((numbers, way)),
             Err(WayError::Attempt(attempt)) => attempts.push(attempt),
@@ -210,30 +281,68 @@ impl From<ThreadError> for Outcome {
     }
 }
 
-/// The parent's side: starts the injector and reads its line.
+/// The parent's side of a hand-over.
 pub(super) fn run(
     vmm: &Vmm,
     socket: &UnixStream,
     count: usize,
     options: &Options,
 ) -> Result<(Vec<RawFd>, Way), HandoverError> {
-    let task = Task {
-        pid: vmm.pid,
-        start_time: vmm.start_time,
-        count,
-        timeout: options.timeout,
-        allow_sysctl: options.allow_sysctl,
-        ways: options.ways.clone(),
-    };
-    let failed = |step: &str, error: io::Error| HandoverError::Injector(format!("{step}: {error}"));
     let socket: OwnedFd = socket
         .try_clone()
         .map_err(|error| failed("duplicating the socket", error))?
         .into();
+    let job = Job::Create {
+        count,
+        allow_sysctl: options.allow_sysctl,
+        ways: options.ways.clone(),
+    };
+    let (outcome, status) = start(vmm, job, Stdio::from(socket), options)?;
+    match outcome.into_result(vmm.pid)? {
+        Some(created) => Ok(created),
+        None => Err(unexpected(&status)),
+    }
+}
+
+/// The parent's side of closing userfaultfds in the VMM.
+pub(super) fn run_close(
+    vmm: &Vmm,
+    numbers: &[RawFd],
+    options: &Options,
+) -> Result<(), HandoverError> {
+    let job = Job::Close(numbers.to_vec());
+    let (outcome, status) = start(vmm, job, Stdio::null(), options)?;
+    match outcome.into_result(vmm.pid)? {
+        None => Ok(()),
+        Some(_) => Err(unexpected(&status)),
+    }
+}
+
+fn failed(step: &str, error: io::Error) -> HandoverError {
+    HandoverError::Injector(format!("{step}: {error}"))
+}
+
+fn unexpected(status: &ExitStatus) -> HandoverError {
+    HandoverError::Injector(format!("it ended without a result, with {status}"))
+}
+
+/// Starts the injector and reads its line.
+fn start(
+    vmm: &Vmm,
+    job: Job,
+    stdin: Stdio,
+    options: &Options,
+) -> Result<(Outcome, ExitStatus), HandoverError> {
+    let task = Task {
+        pid: vmm.pid,
+        start_time: vmm.start_time,
+        timeout: options.timeout,
+        job,
+    };
     let mut child = Command::new(&options.injector)
         .arg("inject")
         .args(task.to_args())
-        .stdin(Stdio::from(socket))
+        .stdin(stdin)
         .stdout(Stdio::piped())
         .spawn()
         .map_err(|error| failed("starting it", error))?;
@@ -250,10 +359,10 @@ pub(super) fn run(
     let status = child
         .wait()
         .map_err(|error| failed("waiting for its end", error))?;
-    let outcome: Outcome = serde_json::from_slice(&line).map_err(|_| {
-        HandoverError::Injector(format!("it ended without a result, with {status}"))
-    })?;
-    outcome.into_result(vmm.pid)
+    match serde_json::from_slice(&line) {
+        Ok(outcome) => Ok((outcome, status)),
+        Err(_) => Err(unexpected(&status)),
+    }
 }
 
 /// Reads up to a newline or the end of the injector's output.
@@ -286,24 +395,35 @@ mod tests {
 
     #[test]
     fn a_task_survives_its_command_line() {
-        let task = Task {
-            pid: 17,
-            start_time: 4711,
-            count: 5,
-            timeout: Duration::from_millis(2500),
-            allow_sysctl: true,
-            ways: vec![Way::Device, Way::PassedDevice, Way::Syscall],
-        };
-        let args = task.to_args().into_iter().map(OsString::from);
-        assert_eq!(Task::from_args(args), Some(task));
+        let jobs = [
+            Job::Create {
+                count: 5,
+                allow_sysctl: true,
+                ways: vec![Way::Device, Way::PassedDevice, Way::Syscall],
+            },
+            Job::Close(vec![31, 7]),
+        ];
+        for job in jobs {
+            let task = Task {
+                pid: 17,
+                start_time: 4711,
+                timeout: Duration::from_millis(2500),
+                job,
+            };
+            let args = task.to_args().into_iter().map(OsString::from);
+            assert_eq!(Task::from_args(args), Some(task));
+        }
     }
 
     #[test]
     fn nonsense_is_no_task() {
         let parse = |text: &str| Task::from_args(text.split(' ').map(OsString::from));
-        assert_eq!(parse("17 4711 5 2500 true teleport"), None);
-        assert_eq!(parse("17 4711 0 2500 true device"), None);
-        assert_eq!(parse("0 4711 5 2500 true device"), None);
+        assert_eq!(parse("17 4711 2500 5 true teleport"), None);
+        assert_eq!(parse("17 4711 2500 0 true device"), None);
+        assert_eq!(parse("0 4711 2500 5 true device"), None);
+        assert_eq!(parse("17 4711 2500 close"), None);
+        assert_eq!(parse("17 4711 2500 close 7,-1"), None);
+        assert_eq!(parse("17 4711 2500 close all"), None);
         assert_eq!(parse("--help"), None);
     }
 }

@@ -339,3 +339,21 @@ pub fn take(
         way,
     })
 }
+
+/// Closes userfaultfds in the VMM that [`take`] left there: the end of a live detach, once every
+/// range is unregistered and nothing of the guest's memory lies elsewhere. All or none are closed.
+///
+/// The VMM's main thread may be at anything; it is taken where it waits in a system call. Blocks as
+/// long as [`take`].
+pub fn close(vmm: &Vmm, numbers: &[RawFd], options: &Options) -> Result<(), HandoverError> {
+    if numbers.is_empty() || numbers.len() > MAX_UFFDS {
+        return Err(HandoverError::Count(numbers.len()));
+    }
+    injector::run_close(vmm, numbers, options).map_err(|error| match error {
+        _ if vmm.ends_within(ENDING) => HandoverError::VmmGone {
+            pid: vmm.pid,
+            source: io::Error::from_raw_os_error(libc::ESRCH),
+        },
+        error => error,
+    })
+}

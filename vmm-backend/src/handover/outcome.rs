@@ -46,6 +46,8 @@ pub(super) enum Outcome {
         /// How they were made.
         way: Way,
     },
+    /// The userfaultfds that were to be closed are.
+    Closed,
     /// No way worked; nothing is left in the VMM.
     NoWay {
         /// Why not, each.
@@ -71,10 +73,11 @@ pub(super) enum Outcome {
 }
 
 impl Outcome {
-    /// As the parent sees it.
-    pub(super) fn into_result(self, pid: i32) -> Result<(Vec<i32>, Way), HandoverError> {
+    /// As the parent sees it: what was created, if that was the task.
+    pub(super) fn into_result(self, pid: i32) -> Result<Option<(Vec<i32>, Way)>, HandoverError> {
         Err(match self {
-            Outcome::Done { numbers, way } => return Ok((numbers, way)),
+            Outcome::Done { numbers, way } => return Ok(Some((numbers, way))),
+            Outcome::Closed => return Ok(None),
             Outcome::NoWay { attempts } => HandoverError::NoWay { attempts },
             Outcome::NotPermitted { reason } => HandoverError::NotPermitted { pid, reason },
             Outcome::Busy { waited_ms } => HandoverError::Busy {

@@ -6,11 +6,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use outram_wire::server::SlabId;
-
+use super::writer::extent_of;
 use crate::engine::slots::{Place, ServerIndex};
-use crate::engine::{Fetch, FetchId, PAGE_SIZE, SharedRef};
-use crate::remote::{DataConn, Extent, Session, SubmitError};
+use crate::engine::{Fetch, FetchId, SharedRef};
+use crate::remote::{DataConn, Session, SubmitError};
 
 /// A connection as its shard sees it.
 #[derive(Debug, Default)]
@@ -53,15 +52,12 @@ impl DemandReads {
 
     /// Asks for a page; false where its server is out of reach now.
     pub(super) fn fetch(&mut self, fetch: Fetch) -> bool {
-        let Some(Place { slab, index }) = self.shared.slots.place(fetch.slot) else {
+        let Some(place) = self.shared.slots.place(fetch.slot) else {
             self.gone.push(fetch);
             return true;
         };
-        let extent = Extent {
-            slab: SlabId(slab.slab),
-            offset: index * PAGE_SIZE as u32,
-            length: PAGE_SIZE as u32,
-        };
+        let Place { slab, .. } = place;
+        let extent = extent_of(place, self.shared.page_size);
         let (queued, reachable) = match &mut self.lines[slab.server] {
             Line::Up(conn) => match conn.submit_read(fetch.id.0, &[extent]) {
                 Ok(()) => (false, true),

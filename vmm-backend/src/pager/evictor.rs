@@ -1,5 +1,6 @@
 //! The evictor of a shard: copies and punches runs that the shard hands out, off the fault path.
 
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,7 +54,9 @@ impl Evictor {
 
 impl EvictionPorts for Evictor {
     fn protect(&mut self, run: PageRun) -> Result<(), EvictionError> {
-        let (start, length) = self.ram.address_range(run);
+        let Some((start, length)) = self.ram.address_range(run) else {
+            return Err(EvictionError::Gone);
+        };
         loop {
             let error = match self.uffd.protect(start, length) {
                 Ok(()) => return Ok(()),
@@ -71,14 +74,12 @@ impl EvictionPorts for Evictor {
     }
 
     fn read(&mut self, run: PageRun, tickets: &[Ticket]) -> Result<(), EvictionError> {
-        let (memfd, offset) = self.ram.place(run.first);
         let slots = tickets.iter().map(|ticket| ticket.slot);
-        self.staging
-            .read_from(memfd, offset, slots)
-            .map_err(|error| {
-                tracing::warn!(%error, "reading a run failed");
-                EvictionError::Refused
-            })
+        let read = |memfd: &File, offset| self.staging.read_from(memfd, offset, slots);
+        self.ram.read_at(run.first, read).map_err(|error| {
+            tracing::warn!(%error, "reading a run failed");
+            EvictionError::Refused
+        })
     }
 
     fn staged(&self, ticket: Ticket) -> &[u8] {
@@ -98,8 +99,9 @@ impl EvictionPorts for Evictor {
     }
 
     fn wake(&mut self, run: PageRun) {
-        let (start, length) = self.ram.address_range(run);
-        if let Err(error) = self.uffd.wake(start, length) {
+        if let Some((start, length)) = self.ram.address_range(run)
+            && let Err(error) = self.uffd.wake(start, length)
+        {
             tracing::debug!(%error, "waking a run failed");
         }
     }

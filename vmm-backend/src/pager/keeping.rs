@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, select};
 use outram_wire::server::SlabId;
-use outram_wire::units::PAGE_SIZE;
+use outram_wire::units::format_size;
 
 use super::inbox::Inbox;
 use super::limits::BudgetRule;
@@ -116,17 +116,7 @@ impl Housekeeping {
                 }
                 forget_slabs(&self.shared, &self.shards, &slabs);
             }
-            SessionEvent::Leased { server, slab } => {
-                let pages = (self.sessions[server].status().slab_bytes / PAGE_SIZE as u64) as u32;
-                let slab = SlabRef {
-                    server,
-                    slab: slab.0,
-                };
-                self.known_slabs.insert(slab);
-                self.shared.slots.add_slab(slab, pages);
-                self.notes.clear_refusal(server);
-                self.writer.send(WriterEvent::Leased(server));
-            }
+            SessionEvent::Leased { server, slab } => self.leased(server, slab),
             SessionEvent::LeaseRefused { server, reason } => {
                 tracing::warn!(server, %reason, "a memory server leases no slab");
                 self.notes.note_refusal(server, reason.to_string());
@@ -153,6 +143,27 @@ impl Housekeeping {
                 tracing::warn!(server, "a memory server is being stopped");
             }
         }
+    }
+
+    fn leased(&mut self, server: ServerIndex, id: SlabId) {
+        let (bytes, size) = (
+            self.sessions[server].status().slab_bytes,
+            self.shared.page_size,
+        );
+        let pages = (bytes / size.bytes()) as u32;
+        if pages == 0 {
+            // It was started anew with smaller slabs.
+            let reason = format!("its slabs of {} hold no page of {size}", format_size(bytes));
+            tracing::warn!(server, %reason, "a memory server's slabs are of no use");
+            self.notes.note_refusal(server, reason);
+            self.sessions[server].release_slab(id);
+            return self.writer.send(WriterEvent::LeaseRefused(server));
+        }
+        let slab = SlabRef { server, slab: id.0 };
+        self.known_slabs.insert(slab);
+        self.shared.slots.add_slab(slab, pages);
+        self.notes.clear_refusal(server);
+        self.writer.send(WriterEvent::Leased(server));
     }
 
     fn up(&mut self, server: ServerIndex, slab_bytes: u64, held: &[SlabId]) {

@@ -2,23 +2,33 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use outram_wire::units::{Limit, PAGE_SIZE, format_size};
+use outram_wire::units::{Limit, PageSize, format_size};
 
-use super::{Pager, lock};
+use super::{Course, Pager, lock};
 use crate::engine::Shared;
 use crate::remote::RemoteError;
 
-const PAGE: u64 = PAGE_SIZE as u64;
-
 /// Smallest limit that is kept: room for the device's pins, staging and a few runs at once.
-pub const MIN_LIMIT_BYTES: u64 = 16 << 20;
+const MIN_LIMIT_BYTES: u64 = 16 << 20;
+
+/// The same in pages, where these are huge.
+const MIN_LIMIT_PAGES: u64 = 32;
+
+/// Smallest limit that is kept for a guest with pages of this size.
+pub fn min_limit_bytes(size: PageSize) -> u64 {
+    size.pages_in(MIN_LIMIT_BYTES, MIN_LIMIT_PAGES) * size.bytes()
+}
 
 /// What a guest may exceed its limit by for moments: pages that QEMU had populated before the
 /// hand-over (firmware), until they are evicted.
 pub const HEADROOM_BYTES: u64 = 4 << 20;
 
 /// Staging at least and at most: a few runs, and enough to ride out a burst of write-back.
-const STAGING_PAGES: std::ops::RangeInclusive<u64> = 256..=16_384;
+const STAGING_LEAST_BYTES: u64 = 1 << 20;
+/// See [`STAGING_LEAST_BYTES`].
+const STAGING_MOST_BYTES: u64 = 64 << 20;
+/// Staging at least in pages: two shards each read one in while another is written to a server.
+const STAGING_LEAST_PAGES: u64 = 4;
 
 /// Slabs are leased whole: beyond what is stored, this much may be left over in them.
 const RESERVE_SLACK_BYTES: u64 = 128 << 20;
@@ -27,14 +37,24 @@ const RESERVE_SLACK_BYTES: u64 = 128 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum LimitError {
     /// Too small.
-    #[error("a limit of {} is too small: at least {} of a guest's RAM have to be local", format_size(*.0), format_size(MIN_LIMIT_BYTES))]
-    TooSmall(u64),
+    #[error("a limit of {} is too small: at least {} of the RAM of a guest with pages of {size} have to be local", format_size(*.bytes), format_size(min_limit_bytes(*.size)))]
+    TooSmall {
+        /// The limit.
+        bytes: u64,
+        /// Size of the guest's pages.
+        size: PageSize,
+    },
     /// More RAM than the page table can number.
     #[error("{} of guest RAM are more than the 16 TiB that are supported", format_size(*.0))]
     TooMuchRam(u64),
     /// The servers do not promise what the new limit needs.
     #[error(transparent)]
     Server(#[from] RemoteError),
+    /// Everything is on its way home.
+    #[error(
+        "the guest is being detached ('outram detach --live'): all of its memory comes home whatever its limit is; interrupt that first"
+    )]
+    Leaving,
     /// The staging area could not grow.
     #[error("the staging area could not be enlarged: free memory on this host")]
     Staging(#[source] std::io::Error),
@@ -54,28 +74,63 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    pub(super) fn new(limit: Limit, ram_bytes: u64) -> Result<Self, LimitError> {
+    pub(super) fn new(limit: Limit, ram_bytes: u64, size: PageSize) -> Result<Self, LimitError> {
         let bytes = limit.bytes(ram_bytes);
-        if bytes < MIN_LIMIT_BYTES.min(ram_bytes) {
-            return Err(LimitError::TooSmall(bytes));
+        if bytes < min_limit_bytes(size).min(ram_bytes) {
+            return Err(LimitError::TooSmall { bytes, size });
         }
-        let limit_pages = bytes / PAGE;
-        let staging_pages = staging_pages(limit_pages, ram_bytes / PAGE);
-        Ok(Self {
+        Ok(Self::of(bytes, ram_bytes, size))
+    }
+
+    fn of(bytes: u64, ram_bytes: u64, size: PageSize) -> Self {
+        let (limit_pages, ram_pages) = (bytes / size.bytes(), ram_bytes / size.bytes());
+        let staging_pages = staging_pages(limit_pages, ram_pages, size);
+        Self {
             limit_pages,
             staging_pages: staging_pages as u32,
-            budget_pages: budget_pages(limit_pages, ram_bytes / PAGE, staging_pages),
+            budget_pages: budget_pages(limit_pages, ram_pages, staging_pages),
             keep_pages: limit_pages / 4,
-        })
+        }
     }
 }
 
-fn staging_pages(limit_pages: u64, ram_pages: u64) -> u64 {
+/// What a guest's limit is, and of how much RAM.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Standing {
+    /// As it was last asked for.
+    pub(super) limit: Limit,
+    /// RAM that is managed.
+    pub(super) ram_bytes: u64,
+    /// Size of its pages.
+    pub(super) page_size: PageSize,
+}
+
+impl Standing {
+    /// In pages. A share of RAM that shrank may be less than a limit has to be: it is the least then.
+    pub(super) fn sizes(&self) -> Sizes {
+        let least = min_limit_bytes(self.page_size).min(self.ram_bytes);
+        let bytes = self.limit.bytes(self.ram_bytes).max(least);
+        Sizes::of(bytes, self.ram_bytes, self.page_size)
+    }
+
+    /// All of its RAM, in pages.
+    pub(super) fn ram_pages(&self) -> u64 {
+        self.ram_bytes / self.page_size.bytes()
+    }
+
+    /// What each of `servers` servers has to promise.
+    fn reserve_bytes(&self, servers: usize) -> u64 {
+        reserve_bytes(self.ram_bytes, self.sizes(), self.page_size, servers)
+    }
+}
+
+fn staging_pages(limit_pages: u64, ram_pages: u64, size: PageSize) -> u64 {
     // A guest that may have all of its RAM is never evicted from.
     if limit_pages >= ram_pages {
         0
     } else {
-        (limit_pages / 16).clamp(*STAGING_PAGES.start(), *STAGING_PAGES.end())
+        let least = size.pages_in(STAGING_LEAST_BYTES, STAGING_LEAST_PAGES);
+        (limit_pages / 16).clamp(least, size.pages_in(STAGING_MOST_BYTES, least))
     }
 }
 
@@ -90,33 +145,34 @@ fn budget_pages(limit_pages: u64, ram_pages: u64, staging: u64) -> u64 {
 }
 
 /// Staging slots that the guest may ever need.
-pub(super) fn most_staging_pages(ram_bytes: u64) -> u32 {
+pub(super) fn most_staging_pages(ram_bytes: u64, size: PageSize) -> u32 {
+    let ram_pages = ram_bytes / size.bytes();
     // The largest limit that still pages.
-    staging_pages((ram_bytes / PAGE).saturating_sub(1), ram_bytes / PAGE) as u32
+    staging_pages(ram_pages.saturating_sub(1), ram_pages, size) as u32
 }
 
 /// What each of `servers` servers has to promise.
-pub(super) fn reserve_bytes(ram_bytes: u64, sizes: Sizes, servers: usize) -> u64 {
-    let resident = sizes.budget_pages.min(ram_bytes / PAGE);
-    let remote = ram_bytes - resident * PAGE;
+pub(super) fn reserve_bytes(ram_bytes: u64, sizes: Sizes, size: PageSize, servers: usize) -> u64 {
+    let resident = sizes.budget_pages.min(ram_bytes / size.bytes());
+    let remote = ram_bytes - resident * size.bytes();
     if remote == 0 {
         return 0;
     }
-    (remote + sizes.keep_pages * PAGE).div_ceil(servers as u64) + RESERVE_SLACK_BYTES
+    (remote + sizes.keep_pages * size.bytes()).div_ceil(servers as u64) + RESERVE_SLACK_BYTES
 }
 
 /// Keeps the budget at the limit less what staging takes of it, also while staging shrinks.
 #[derive(Debug)]
 pub(super) struct BudgetRule {
     limit_pages: AtomicU64,
-    ram_pages: u64,
+    ram_pages: AtomicU64,
 }
 
 impl BudgetRule {
-    pub(super) fn new(limit_pages: u64, ram_bytes: u64) -> Self {
+    pub(super) fn new(limit_pages: u64, ram_pages: u64) -> Self {
         Self {
-            limit_pages: AtomicU64::new(limit_pages),
-            ram_pages: ram_bytes / PAGE,
+            limit_pages: limit_pages.into(),
+            ram_pages: ram_pages.into(),
         }
     }
 
@@ -124,66 +180,110 @@ impl BudgetRule {
         self.limit_pages.load(Ordering::Relaxed)
     }
 
-    fn set_limit(&self, shared: &Shared, limit_pages: u64) {
+    pub(super) fn set(&self, shared: &Shared, limit_pages: u64, ram_pages: u64) {
         self.limit_pages.store(limit_pages, Ordering::Relaxed);
+        self.ram_pages.store(ram_pages, Ordering::Relaxed);
         self.apply(shared);
     }
 
     /// To be called whenever slots were given back.
     pub(super) fn apply(&self, shared: &Shared) {
         let staging = shared.staging.backed();
+        let ram_pages = self.ram_pages.load(Ordering::Relaxed);
         shared
             .budget
-            .set_limit(budget_pages(self.limit_pages(), self.ram_pages, staging));
+            .set_limit(budget_pages(self.limit_pages(), ram_pages, staging));
     }
 }
 
 impl Pager {
     /// The limit as it was last asked for.
     pub fn limit(&self) -> Limit {
-        *lock(&self.limit)
+        lock(&self.standing).limit
     }
 
     /// Sets a new limit: returns once it is accepted and the servers have promised what it needs;
     /// it is reached in the background.
     pub fn tune(&self, limit: Limit) -> Result<(), LimitError> {
-        let mut current = lock(&self.limit);
-        let sizes = Sizes::new(limit, self.ram_bytes)?;
-        let before = Sizes::new(*current, self.ram_bytes)?;
-        let shrinks = sizes.budget_pages < before.budget_pages;
-        if shrinks {
-            self.reserve(sizes, before)?;
+        let mut standing = lock(&self.standing);
+        if self.course() != Course::Serving {
+            return Err(LimitError::Leaving);
         }
-        if sizes.staging_pages > before.staging_pages {
-            self.staging
-                .back(0, sizes.staging_pages)
-                .map_err(LimitError::Staging)?;
+        Sizes::new(limit, standing.ram_bytes, standing.page_size)?;
+        let next = Standing { limit, ..*standing };
+        self.promise(&standing, &next)?;
+        if let Err(error) = self.back_staging(&standing, &next) {
+            self.promise_less(&standing);
+            return Err(error);
         }
-        self.shared.staging.set_capacity(sizes.staging_pages);
-        self.shared.slots.set_keep_allowance(sizes.keep_pages);
-        self.pin_gate.set_limit(sizes.limit_pages);
-        self.rule.set_limit(&self.shared, sizes.limit_pages);
-        self.shards.iter().for_each(super::Inbox::ring);
-        *current = limit;
+        self.settle(&mut standing, next);
         Ok(())
     }
 
-    /// Has every server promise its part of a smaller limit; on a refusal all promises are as before.
-    fn reserve(&self, sizes: Sizes, before: Sizes) -> Result<(), LimitError> {
+    /// Allocates the staging that is needed beyond what was before.
+    pub(super) fn back_staging(
+        &self,
+        before: &Standing,
+        next: &Standing,
+    ) -> Result<(), LimitError> {
+        let staging_pages = next.sizes().staging_pages;
+        if staging_pages <= before.sizes().staging_pages {
+            return Ok(());
+        }
+        self.staging
+            .back(0, staging_pages)
+            .map_err(LimitError::Staging)
+    }
+
+    /// Changes what the limit is and of how much RAM; the servers have promised room for it, and its
+    /// staging is there. While everything comes home, the limit stays out of the way.
+    pub(super) fn settle(&self, standing: &mut Standing, next: Standing) {
+        let sizes = next.sizes();
+        let limit_pages = match self.course() {
+            Course::Serving => sizes.limit_pages,
+            Course::Homing | Course::Leaving | Course::Released => next.ram_pages(),
+        };
+        self.shared.staging.set_capacity(sizes.staging_pages);
+        self.shared.slots.set_keep_allowance(sizes.keep_pages);
+        self.pin_gate.set_limit(sizes.limit_pages);
+        self.rule.set(&self.shared, limit_pages, next.ram_pages());
+        self.shards.iter().for_each(super::Inbox::ring);
+        *standing = next;
+    }
+
+    /// The guest's RAM has become less: the limit follows, and so does what the servers promise.
+    /// Staging never grows by it.
+    pub(super) fn shrink(&self, standing: &mut Standing, next: Standing) {
+        self.settle(standing, next);
+        self.promise_less(standing);
+    }
+
+    /// Has every server promise its part of what is to be, if that is more than before; on a
+    /// refusal all promises are as before.
+    pub(super) fn promise(&self, before: &Standing, next: &Standing) -> Result<(), LimitError> {
         let servers = self.sessions.len();
-        for (number, session) in self.sessions.iter().enumerate() {
-            if let Err(error) = session.reserve(reserve_bytes(self.ram_bytes, sizes, servers)) {
-                for session in &self.sessions[..number] {
-                    if let Err(error) =
-                        session.reserve(reserve_bytes(self.ram_bytes, before, servers))
-                    {
-                        tracing::warn!(%error, "a reservation stays larger than needed");
-                    }
-                }
+        let bytes = next.reserve_bytes(servers);
+        if bytes <= before.reserve_bytes(servers) {
+            return Ok(());
+        }
+        for session in self.sessions.iter() {
+            if let Err(error) = session.reserve(bytes) {
+                self.promise_less(before);
                 return Err(error.into());
             }
         }
         Ok(())
+    }
+
+    /// Lets the servers promise no more than this needs. Where one cannot be told, it keeps more
+    /// room than needed.
+    pub(super) fn promise_less(&self, standing: &Standing) {
+        let bytes = standing.reserve_bytes(self.sessions.len());
+        for session in self.sessions.iter() {
+            if let Err(error) = session.reserve(bytes) {
+                tracing::warn!(%error, "a reservation stays larger than needed");
+            }
+        }
     }
 }
 
@@ -193,28 +293,37 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
+    const BOTH: [PageSize; 2] = [PageSize::BASE, PageSize::HUGE];
+
     #[test]
     fn limit_staging_and_budget_add_up() {
-        let sizes = Sizes::new(Limit::LocalBytes(GIB / 2), GIB).expect("half is enough");
-        assert_eq!(
-            sizes.budget_pages + u64::from(sizes.staging_pages),
-            GIB / 2 / PAGE
-        );
-        assert!(u64::from(sizes.staging_pages) <= u64::from(most_staging_pages(GIB)));
+        for size in BOTH {
+            let sizes = Sizes::new(Limit::LocalBytes(GIB / 2), GIB, size).expect("half is enough");
+            assert_eq!(
+                sizes.budget_pages + u64::from(sizes.staging_pages),
+                GIB / 2 / size.bytes()
+            );
+            assert!(u64::from(sizes.staging_pages) <= u64::from(most_staging_pages(GIB, size)));
+        }
     }
 
     #[test]
     fn a_guest_with_all_of_its_ram_local_needs_no_server() {
-        let sizes = Sizes::new(Limit::LocalBytes(GIB), GIB).expect("all is enough");
-        assert_eq!(reserve_bytes(GIB, sizes, 1), 0);
-        assert_eq!(sizes.staging_pages, 0);
+        for size in BOTH {
+            let sizes = Sizes::new(Limit::LocalBytes(GIB), GIB, size).expect("all is enough");
+            assert_eq!(reserve_bytes(GIB, sizes, size, 1), 0);
+            assert_eq!(sizes.staging_pages, 0);
+        }
     }
 
     #[test]
     fn a_tiny_limit_is_refused() {
-        assert!(matches!(
-            Sizes::new(Limit::LocalBytes(1 << 20), GIB),
-            Err(LimitError::TooSmall(_))
-        ));
+        for (size, least) in [(PageSize::BASE, "16 MiB"), (PageSize::HUGE, "64 MiB")] {
+            let least_bytes = min_limit_bytes(size);
+            assert!(Sizes::new(Limit::LocalBytes(least_bytes), GIB, size).is_ok());
+            let refused = Sizes::new(Limit::LocalBytes(least_bytes - size.bytes()), GIB, size);
+            let reason = refused.expect_err("too little").to_string();
+            assert!(reason.contains(least), "{reason}");
+        }
     }
 }

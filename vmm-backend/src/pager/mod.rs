@@ -7,11 +7,14 @@
 mod demand;
 mod evictor;
 mod guest_ram;
+mod homing;
 mod inbox;
 mod keeping;
 mod limits;
 mod pin;
+mod plugging;
 mod ready;
+mod released;
 mod report;
 mod shard_thread;
 mod state_dir;
@@ -21,49 +24,56 @@ mod writer;
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
-use outram_wire::units::{Limit, PAGE_SIZE, VmId, format_size};
+use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
 use crate::engine::policy::TwoQueues;
 use crate::engine::shard::Shard;
-use crate::engine::table::{Entry, PageTable, State};
+use crate::engine::table::PageTable;
 use crate::engine::tag::TagKey;
-use crate::engine::{PageRun, Shared, SharedRef, budget, slots, staging, stats};
-use crate::handover::discover::RamBlock;
+use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
+use crate::handover::discover::{self, RamBlock};
 use crate::remote::{RemoteConfig, RemoteError, Session, SessionEvent};
 use demand::DemandReads;
 use evictor::Evictor;
 use guest_ram::{GuestRam, table_pages};
 use inbox::{Inbox, Messages, inbox};
 use keeping::Housekeeping;
-use limits::BudgetRule;
+use limits::{BudgetRule, Standing};
 use pin::PinGate;
+use plugging::{AsideList, Plugging};
 use shard_thread::{ShardEvent, ShardGauges, ShardPorts, ShardThread};
 use state_dir::{StagingArea, StateDir};
 use uffd::Uffd;
 use writer::{Writer, WriterEvent, WriterGauges};
 
-pub use limits::{HEADROOM_BYTES, LimitError, MIN_LIMIT_BYTES};
+pub use homing::{Course, HomingError};
+pub use limits::{HEADROOM_BYTES, LimitError, min_limit_bytes};
 pub use report::{MemoryReport, ServerNotes};
 pub use state_dir::StateError;
 
 /// How long the servers may take to confirm that everything was given back.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Blocks that hot-plug may add beyond those told at the start have room in the table.
-const SPARE_TABLE_BLOCKS: u64 = 64;
+/// Blocks that a guest may have at a time: more than libvirt gives a domain slots for, usually.
+const MOST_BLOCKS: u32 = 64;
 
 /// What a pager is made for.
 #[derive(Clone, Debug)]
 pub struct PagerConfig {
     /// The guest.
     pub vm: VmId,
-    /// Its RAM as its domain says, in bytes.
+    /// Its RAM at start as its domain says, in bytes.
     pub ram_bytes: u64,
+    /// What it may grow to by hot-plug, at least that.
+    pub max_ram_bytes: u64,
+    /// Size of its pages, as its domain says.
+    pub page_size: PageSize,
     /// What it may cost.
     pub limit: Limit,
     /// Shards that its RAM is split into.
@@ -90,12 +100,37 @@ pub enum PagerError {
     )]
     NoServer,
     /// More RAM than the domain's XML says.
-    #[error("QEMU has {} of guest RAM, but the domain's XML says {}: is memory configured past libvirt?", format_size(*found), format_size(*told))]
+    #[error("QEMU has {} of guest RAM, but the domain's XML says at most {}: is memory configured past libvirt?", format_size(*found), format_size(*told))]
     MoreRam {
         /// Found in the VMM.
         found: u64,
         /// Told at the start.
         told: u64,
+    },
+    /// A server's slabs do not hold a page.
+    #[error(
+        "memory server {address} lends slabs of {}, which hold no page of {size}: give it '--slab-size 64MiB' or another multiple of {size}",
+        format_size(*slab_bytes)
+    )]
+    SlabTooSmall {
+        /// The server.
+        address: String,
+        /// Bytes of its slabs.
+        slab_bytes: u64,
+        /// Size of the guest's pages.
+        size: PageSize,
+    },
+    /// Pages of another size than the domain's XML says.
+    #[error(
+        "block '{name}' of guest RAM has pages of {found}, but by the domain's XML all of its memory has pages of {told}: is memory configured past libvirt?"
+    )]
+    OtherPages {
+        /// The block's name.
+        name: String,
+        /// Found in the VMM.
+        found: String,
+        /// Told at the start.
+        told: PageSize,
     },
     /// A system call.
     #[error("{what} failed")]
@@ -115,6 +150,7 @@ fn system(what: &'static str) -> impl FnOnce(io::Error) -> PagerError {
 /// A pager with its servers and its state, before a guest's memory is handed over.
 pub struct PreparedPager {
     config: PagerConfig,
+    sizes: limits::Sizes,
     shared: SharedRef,
     staging: Arc<StagingArea>,
     table_file: std::fs::File,
@@ -129,17 +165,20 @@ impl PreparedPager {
         if remote.addresses.is_empty() {
             return Err(PagerError::NoServer);
         }
-        let sizes = limits::Sizes::new(config.limit, config.ram_bytes)?;
+        let size = config.page_size;
+        let sizes = limits::Sizes::new(config.limit, config.ram_bytes, size)?;
         let (sender, events) = unbounded();
         let sessions = start_sessions(remote, &config, sizes, &sender)?;
-        let pages = table_pages([config.ram_bytes])
-            + SPARE_TABLE_BLOCKS * u64::from(guest_ram::ALIGN_PAGES);
-        let pages = u32::try_from(pages).map_err(|_| LimitError::TooMuchRam(config.ram_bytes))?;
-        let most_staging = limits::most_staging_pages(config.ram_bytes);
-        let state_dir = StateDir::create(&config.state_dir, pages, most_staging)?;
+        check_slabs(&sessions, size)?;
+        let most_ram = config.max_ram_bytes.max(config.ram_bytes);
+        let pages = table_pages(most_ram, MOST_BLOCKS, config.shards, size);
+        let pages = u32::try_from(pages).map_err(|_| LimitError::TooMuchRam(most_ram))?;
+        let most_staging = limits::most_staging_pages(most_ram, size);
+        let staging_bytes = u64::from(most_staging) * size.bytes();
+        let state_dir = StateDir::create(&config.state_dir, pages, staging_bytes)?;
         let table = state_dir.create_table(config.vm, pages)?;
         let table_file = table.file().map_err(system("duplicating a descriptor"))?;
-        let staging = Arc::new(state_dir.create_staging(most_staging)?);
+        let staging = Arc::new(state_dir.create_staging(most_staging, size)?);
         staging
             .back(0, sizes.staging_pages)
             .map_err(system("allocating the staging area"))?;
@@ -147,8 +186,9 @@ impl PreparedPager {
         getrandom::fill(&mut key)
             .map_err(|error| system("drawing a key")(io::Error::other(error)))?;
         let shared = Arc::new(Shared {
+            page_size: size,
             table: PageTable::new(Box::new(table)),
-            budget: budget::Budget::new(sizes.budget_pages),
+            budget: budget::Budget::new(sizes.budget_pages, size),
             staging: staging::StagingPool::new(sizes.staging_pages),
             slots: slots::SlotPool::new(sessions.len()),
             key: TagKey::new(key),
@@ -157,6 +197,7 @@ impl PreparedPager {
         shared.slots.set_keep_allowance(sizes.keep_pages);
         Ok(Self {
             config,
+            sizes,
             shared,
             staging,
             table_file,
@@ -188,56 +229,45 @@ impl PreparedPager {
         blocks: Vec<RamBlock>,
         uffds: Vec<OwnedFd>,
     ) -> Result<Pager, PagerError> {
-        let ram = Arc::new(GuestRam::new(blocks));
-        let told = self.config.ram_bytes;
-        let found = u64::from(ram.pages()) * PAGE_SIZE as u64;
-        if found > told
-            || ram
-                .gaps()
-                .last()
-                .is_some_and(|gap| gap.end().0 > self.shared.table.pages())
-        {
-            return Err(PagerError::MoreRam { found, told });
+        let size = self.config.page_size;
+        check_page_sizes(&blocks, size)?;
+        let ram = GuestRam::of(self.shared.table.pages(), self.config.shards, size, vmm_pid);
+        let ram = Arc::new(ram.map_err(system("opening QEMU's page map"))?);
+        let told = self.config.max_ram_bytes.max(self.config.ram_bytes);
+        let found = blocks.iter().map(|block| block.length).sum();
+        let more = PagerError::MoreRam { found, told };
+        if found > told {
+            return Err(more);
         }
-        self.shared.stats.found(ram.pages().into());
-        for page in ram.gaps().into_iter().flat_map(PageRun::pages) {
-            // Nobody's pages: never zero-filled ahead, never anything.
-            self.shared.table.store(
-                page,
-                &Entry {
-                    state: State::Lost,
-                    ..Entry::ABSENT
-                },
-            );
-        }
-        let ranges = ram.split(self.config.shards);
-        let uffds: Vec<Uffd> = uffds
-            .into_iter()
-            .take(ranges.len())
-            .map(Uffd::adopt)
-            .collect::<io::Result<_>>()
-            .map_err(system("the userfaultfd handshake"))?;
-        for (range, uffd) in ranges.iter().zip(&uffds) {
-            for part in ram.parts(*range) {
-                let (start, length) = ram.address_range(part);
-                uffd.register(start, length)
-                    .map_err(system("registering guest RAM with userfaultfd"))?;
+        let mappings =
+            discover::backend_mappings(vmm_pid).map_err(system("reading the VMM's memory map"))?;
+        let plugging = Plugging::new(&mappings, &blocks);
+        for block in blocks {
+            if ram.add(block).is_err() {
+                return Err(more);
             }
         }
-        self.spawn(vmm_pid, ram, ranges, uffds)
+        let uffds: Vec<Arc<Uffd>> = uffds
+            .into_iter()
+            .map(|fd| Uffd::adopt(fd, size).map(Arc::new))
+            .collect::<io::Result<_>>()
+            .map_err(system("the userfaultfd handshake"))?;
+        self.spawn(vmm_pid, ram, uffds, plugging)
     }
 
     fn spawn(
         self,
         vmm_pid: i32,
         ram: Arc<GuestRam>,
-        ranges: Vec<PageRun>,
-        uffds: Vec<Uffd>,
+        uffds: Vec<Arc<Uffd>>,
+        plugging: Plugging,
     ) -> Result<Pager, PagerError> {
+        // Opened once all threads stand: where one cannot be made, no other has touched anything.
+        let (opener, gate) = unbounded();
         let mut threads = Vec::new();
         let mut inboxes = Vec::new();
         let mut queues = Vec::new();
-        for _ in &ranges {
+        for _ in &uffds {
             let (sender, messages) = inbox().map_err(system("making an eventfd"))?;
             inboxes.push(sender);
             queues.push(messages);
@@ -257,16 +287,21 @@ impl PreparedPager {
             ram: &ram,
             inboxes: &inboxes,
             writer: &writer_inbox,
+            gate: &gate,
         };
         let mut gauges = Vec::new();
-        for (number, ((range, uffd), messages)) in ranges.iter().zip(uffds).zip(queues).enumerate()
-        {
-            gauges.push(parts.start_shard(number, *range, uffd, messages, &mut threads)?);
+        for (number, (uffd, messages)) in uffds.iter().zip(queues).enumerate() {
+            gauges.push(parts.start_shard(number, Arc::clone(uffd), messages, &mut threads)?);
         }
-        threads.push(spawn("write-back", move || writer.work())?);
+        threads.push(spawn("write-back", &gate, move || writer.work())?);
         let (stop_keeping, stopped) = bounded(1);
-        let sizes = limits::Sizes::new(self.config.limit, self.config.ram_bytes)?;
-        let rule = Arc::new(BudgetRule::new(sizes.limit_pages, self.config.ram_bytes));
+        let standing = Standing {
+            limit: self.config.limit,
+            ram_bytes: self.config.ram_bytes,
+            page_size: self.config.page_size,
+        };
+        let limit_pages = self.sizes.limit_pages;
+        let rule = Arc::new(BudgetRule::new(limit_pages, standing.ram_pages()));
         let notes = Arc::new(ServerNotes::new(self.sessions.len()));
         let keeping = Housekeeping {
             shared: Arc::clone(&self.shared),
@@ -279,11 +314,16 @@ impl PreparedPager {
             rule: Arc::clone(&rule),
             known_slabs: HashSet::new(),
         };
-        threads.push(spawn("housekeeping", move || keeping.work(&stopped))?);
+        threads.push(spawn("housekeeping", &gate, move || {
+            keeping.work(&stopped)
+        })?);
+        for _ in &threads {
+            // The gate, which outlives this, keeps the channel open.
+            let _ = opener.send(());
+        }
         Ok(Pager {
             shared: self.shared,
             ram,
-            ranges,
             staging: self.staging,
             table_file: self.table_file,
             sessions: self.sessions,
@@ -292,12 +332,18 @@ impl PreparedPager {
             writer: writer_inbox,
             writer_gauges,
             notes,
-            limit: Mutex::new(self.config.limit),
+            vmm_pid,
+            most_ram_bytes: self.config.max_ram_bytes.max(self.config.ram_bytes),
+            uffds,
+            standing: Mutex::new(standing),
+            plugging: Mutex::new(plugging),
+            aside: AsideList::default(),
             rule,
-            pin_gate: Arc::new(PinGate::new(sizes.limit_pages)),
+            pin_gate: Arc::new(PinGate::new(limit_pages, self.config.page_size)),
             threads: Mutex::new(threads),
             stop_keeping,
-            ram_bytes: self.config.ram_bytes,
+            course: Mutex::new(Course::Serving),
+            retired: AtomicBool::new(false),
             state_dir: Mutex::new(Some(self.state_dir)),
         })
     }
@@ -310,17 +356,56 @@ fn start_sessions(
     sizes: limits::Sizes,
     events: &Sender<SessionEvent>,
 ) -> Result<Arc<[Session]>, PagerError> {
-    let each = limits::reserve_bytes(config.ram_bytes, sizes, remote.addresses.len());
+    let servers = remote.addresses.len();
+    let each = limits::reserve_bytes(config.ram_bytes, sizes, config.page_size, servers);
     let sessions = (0..remote.addresses.len())
         .map(|server| Session::start(server, remote, each, events.clone()));
     let sessions: Vec<Session> = sessions.collect::<Result<_, _>>()?;
     Ok(sessions.into())
 }
 
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, PagerError> {
+/// Refuses servers whose slabs hold no page of this size.
+fn check_slabs(sessions: &[Session], size: PageSize) -> Result<(), PagerError> {
+    for status in sessions.iter().map(Session::status) {
+        if status.slab_bytes < size.bytes() {
+            close_sessions(sessions);
+            return Err(PagerError::SlabTooSmall {
+                address: status.address.to_string(),
+                slab_bytes: status.slab_bytes,
+                size,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Refuses RAM whose pages have another size than was told: all that is sized by it would be wrong.
+fn check_page_sizes(blocks: &[RamBlock], told: PageSize) -> Result<(), PagerError> {
+    let bytes = |block: &RamBlock| block.huge_page_bytes.unwrap_or(PageSize::BASE.bytes());
+    match blocks.iter().find(|block| bytes(block) != told.bytes()) {
+        Some(block) => Err(PagerError::OtherPages {
+            name: block.name.clone(),
+            found: format_size(bytes(block)),
+            told,
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Starts a thread that begins its work at a word from the gate, or ends where none can come.
+fn spawn(
+    name: &str,
+    gate: &Receiver<()>,
+    work: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>, PagerError> {
+    let gate = gate.clone();
     std::thread::Builder::new()
         .name(name.to_owned())
-        .spawn(work)
+        .spawn(move || {
+            if gate.recv().is_ok() {
+                work();
+            }
+        })
         .map_err(system("starting a thread"))
 }
 
@@ -331,6 +416,7 @@ struct Parts<'a> {
     ram: &'a Arc<GuestRam>,
     inboxes: &'a [Inbox<ShardEvent>],
     writer: &'a Inbox<WriterEvent>,
+    gate: &'a Receiver<()>,
 }
 
 impl Parts<'_> {
@@ -338,13 +424,11 @@ impl Parts<'_> {
     fn start_shard(
         &self,
         number: usize,
-        range: PageRun,
-        uffd: Uffd,
+        uffd: Arc<Uffd>,
         messages: Messages<ShardEvent>,
         threads: &mut Vec<JoinHandle<()>>,
     ) -> Result<Arc<ShardGauges>, PagerError> {
         let shared = Arc::clone(&self.prepared.shared);
-        let uffd = Arc::new(uffd);
         let (runs, handed_out) = bounded(16);
         let evictor = Evictor {
             uffd: Arc::clone(&uffd),
@@ -353,7 +437,7 @@ impl Parts<'_> {
             shared: Arc::clone(&shared),
             shard: self.inboxes[number].clone(),
         };
-        threads.push(spawn(&format!("evict-{number}"), move || {
+        threads.push(spawn(&format!("evict-{number}"), self.gate, move || {
             evictor.work(&handed_out)
         })?);
         let others = self
@@ -373,33 +457,27 @@ impl Parts<'_> {
             pin_answers: HashMap::new(),
             epoch: Instant::now(),
         };
-        let mut shard = Shard::new(
-            range,
-            Arc::clone(&shared),
-            ports,
-            Box::new(TwoQueues::new(range)),
-        );
-        for region in self.ram.regions() {
-            let populated = self
-                .ram
-                .populated(region)
-                .map_err(system("looking for populated guest RAM"))?;
-            let ours = populated
-                .into_iter()
-                .filter_map(|run| guest_ram::intersect(run, range));
-            ours.flat_map(PageRun::pages)
-                .for_each(|page| shard.adopt_populated(page));
-        }
+        let range = self.ram.ranges()[number];
+        let policy = Box::new(TwoQueues::new(range));
         let gauges = Arc::<ShardGauges>::default();
-        let thread = ShardThread {
-            shard,
+        let mut thread = ShardThread {
+            shard: Shard::new(range, Arc::clone(&shared), ports, policy),
             messages,
             gauges: Arc::clone(&gauges),
             vmm_pid: self.vmm_pid,
-            unplugged: Vec::new(),
+            unmapped: Vec::new(),
+            leaving: Vec::new(),
             next_pin: 0,
         };
-        threads.push(spawn(&format!("shard-{number}"), move || thread.work())?);
+        let regions = self.ram.regions().into_iter();
+        for region in regions.filter(|region| range.contains(region.pages.first)) {
+            let populated = plugging::watch(&thread.shard.ports().uffd, self.ram, &region)
+                .map_err(system("taking guest RAM over with userfaultfd"))?;
+            thread.plug(region.pages, populated);
+        }
+        threads.push(spawn(&format!("shard-{number}"), self.gate, move || {
+            thread.work()
+        })?);
         Ok(gauges)
     }
 }
@@ -408,7 +486,6 @@ impl Parts<'_> {
 pub struct Pager {
     shared: SharedRef,
     ram: Arc<GuestRam>,
-    ranges: Vec<PageRun>,
     staging: Arc<StagingArea>,
     table_file: std::fs::File,
     sessions: Arc<[Session]>,
@@ -417,12 +494,19 @@ pub struct Pager {
     writer: Inbox<WriterEvent>,
     writer_gauges: Arc<WriterGauges>,
     notes: Arc<ServerNotes>,
-    limit: Mutex<Limit>,
+    vmm_pid: i32,
+    most_ram_bytes: u64,
+    uffds: Vec<Arc<Uffd>>,
+    standing: Mutex<Standing>,
+    plugging: Mutex<Plugging>,
+    aside: AsideList,
     rule: Arc<BudgetRule>,
     pin_gate: Arc<PinGate>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     stop_keeping: Sender<()>,
-    ram_bytes: u64,
+    course: Mutex<Course>,
+    /// What works towards the servers has ended.
+    retired: AtomicBool,
     state_dir: Mutex<Option<StateDir>>,
 }
 
@@ -452,7 +536,9 @@ impl Pager {
                 tracing::error!("a pager thread had panicked");
             }
         }
-        close_sessions(&self.sessions);
+        if !self.retired.swap(true, Ordering::AcqRel) {
+            close_sessions(&self.sessions);
+        }
         drop(lock(&self.state_dir).take());
     }
 }

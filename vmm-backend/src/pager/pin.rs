@@ -1,52 +1,97 @@
 //! Pins from the device's threads: bounded in all, so that however small the limit is, there is
 //! always something left that may be evicted.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use crossbeam_channel::bounded;
-use outram_wire::units::PAGE_SIZE;
+use outram_wire::units::PageSize;
 
 use super::guest_ram::intersect;
 use super::inbox::Inbox;
+use super::plugging::AsideHold;
 use super::shard_thread::ShardEvent;
 use super::{Pager, lock};
 use crate::device::{GuestMemory, HostRange, PinError, Pinned, TableRegion};
 use crate::engine::{PageIndex, PageRun, PinRefused};
 
-const PAGE: u64 = PAGE_SIZE as u64;
+/// Most of one request: libvirt guests' largest usual I/O.
+const MOST_PER_PIN_BYTES: u64 = 1 << 20;
 
-/// Most pages of one request: 1 MiB, libvirt guests' largest usual I/O.
-const MOST_PER_PIN: u64 = 256;
+/// Where pages are huge, as many as one pin of a ring may touch: two parts, each across a border.
+const MOST_PER_PIN_PAGES: u64 = 4;
 
 #[derive(Debug)]
 struct Gate {
     limit: u64,
     pinned: u64,
+    /// How often each page is pinned, where they are huge: the rings of many queues lie in one.
+    shared: Option<HashMap<PageIndex, u64>>,
     ended: bool,
 }
 
-/// Admits pins as long as they are a quarter of the limit at most.
+impl Gate {
+    /// Pages that pins of these runs add to what is pinned.
+    fn added(&self, runs: &[PageRun]) -> u64 {
+        let pages = runs.iter().flat_map(|run| run.pages());
+        match &self.shared {
+            Some(shared) => pages.filter(|page| !shared.contains_key(page)).count() as u64,
+            None => runs.iter().map(|run| u64::from(run.count)).sum(),
+        }
+    }
+
+    fn enter(&mut self, runs: &[PageRun]) {
+        self.pinned += self.added(runs);
+        if let Some(shared) = &mut self.shared {
+            for page in runs.iter().flat_map(|run| run.pages()) {
+                *shared.entry(page).or_default() += 1;
+            }
+        }
+    }
+
+    fn leave(&mut self, runs: &[PageRun]) {
+        let Some(shared) = &mut self.shared else {
+            self.pinned -= self.added(runs);
+            return;
+        };
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            match shared.get_mut(&page) {
+                Some(count) if *count > 1 => *count -= 1,
+                _ => {
+                    shared.remove(&page);
+                    self.pinned -= 1;
+                }
+            }
+        }
+    }
+}
+
+/// Admits pins as long as they are a quarter of the limit at most; half of it where pages are huge,
+/// and the smallest limit is few of them.
 #[derive(Debug)]
 pub(super) struct PinGate {
+    size: PageSize,
     gate: Mutex<Gate>,
     changed: Condvar,
 }
 
 impl PinGate {
-    pub(super) fn new(limit_pages: u64) -> Self {
+    pub(super) fn new(limit_pages: u64, size: PageSize) -> Self {
         let gate = Gate {
-            limit: limit_pages / 4,
+            limit: share_of(limit_pages, size),
             pinned: 0,
+            shared: size.is_huge().then(HashMap::new),
             ended: false,
         };
         Self {
+            size,
             gate: Mutex::new(gate),
             changed: Condvar::new(),
         }
     }
 
     pub(super) fn set_limit(&self, limit_pages: u64) {
-        lock(&self.gate).limit = limit_pages / 4;
+        lock(&self.gate).limit = share_of(limit_pages, self.size);
         self.changed.notify_all();
     }
 
@@ -55,14 +100,14 @@ impl PinGate {
         self.changed.notify_all();
     }
 
-    fn enter(&self, pages: u64) -> Result<(), PinError> {
+    fn enter(&self, runs: &[PageRun]) -> Result<(), PinError> {
         let mut gate = lock(&self.gate);
         loop {
             if gate.ended {
                 return Err(PinError::Ending);
             }
-            if gate.pinned + pages <= gate.limit {
-                gate.pinned += pages;
+            if gate.pinned + gate.added(runs) <= gate.limit {
+                gate.enter(runs);
                 return Ok(());
             }
             gate = self
@@ -72,9 +117,17 @@ impl PinGate {
         }
     }
 
-    fn leave(&self, pages: u64) {
-        lock(&self.gate).pinned -= pages;
+    fn leave(&self, runs: &[PageRun]) {
+        lock(&self.gate).leave(runs);
         self.changed.notify_all();
+    }
+}
+
+/// The part of a limit that may be pinned.
+fn share_of(limit_pages: u64, size: PageSize) -> u64 {
+    match size.is_huge() {
+        true => limit_pages / 2,
+        false => limit_pages / 4,
     }
 }
 
@@ -87,7 +140,9 @@ struct PinnedRuns {
 /// Pins of one request; unpinned when dropped.
 struct Pins {
     runs: Vec<PinnedRuns>,
-    pages: u64,
+    /// Blocks that are not managed, and stay so meanwhile.
+    _aside: Vec<AsideHold>,
+    admitted: Vec<PageRun>,
     gate: Arc<PinGate>,
 }
 
@@ -98,7 +153,7 @@ impl Drop for Pins {
         for pinned in self.runs.drain(..) {
             pinned.shard.send(ShardEvent::Unpin(pinned.runs));
         }
-        self.gate.leave(self.pages);
+        self.gate.leave(&self.admitted);
     }
 }
 
@@ -107,18 +162,16 @@ impl Pager {
     fn runs_of(&self, ranges: &[HostRange]) -> Result<Vec<PageRun>, PinError> {
         let mut runs = Vec::with_capacity(ranges.len());
         for range in ranges {
-            let last = range
-                .file_offset
-                .checked_add(range.length)
-                .and_then(|end| end.checked_sub(1));
-            let find = |offset| self.ram.page_in_file(range.memfd, offset);
-            let (Some(first), Some(last)) = (find(range.file_offset), last.and_then(find)) else {
-                return Err(PinError::Unknown(format!(
-                    "{} bytes at offset {} of {} are not in the guest's RAM",
-                    range.length, range.file_offset, range.memfd
-                )));
-            };
-            runs.push((first.0, last.0 + 1));
+            let found = self
+                .ram
+                .runs_in_file(range.memfd, range.file_offset, range.length)
+                .ok_or_else(|| {
+                    PinError::Unknown(format!(
+                        "{} bytes at offset {} of {} are not in the guest's RAM",
+                        range.length, range.file_offset, range.memfd
+                    ))
+                })?;
+            runs.extend(found.into_iter().map(|run| (run.first.0, run.end().0)));
         }
         runs.sort_unstable();
         let mut merged: Vec<(u32, u32)> = Vec::with_capacity(runs.len());
@@ -138,9 +191,43 @@ impl Pager {
     }
 }
 
+impl Pager {
+    /// Holds those of the ranges that lie in blocks that are not managed; returns the others.
+    fn hold_aside(
+        &self,
+        ranges: &[HostRange],
+    ) -> Result<(Vec<AsideHold>, Vec<HostRange>), PinError> {
+        let (mut holds, mut managed) = (Vec::new(), Vec::new());
+        for range in ranges {
+            match self.aside.hold(range) {
+                Some(Ok(hold)) => holds.push(hold),
+                Some(Err(error)) => {
+                    let text = format!("memory that is not paged cannot be used: {error}");
+                    return Err(PinError::Unknown(text));
+                }
+                None => managed.push(*range),
+            }
+        }
+        Ok((holds, managed))
+    }
+
+    /// Whether a region of the memory table is where it is known to be; `None` where it is not
+    /// known.
+    fn agrees(&self, region: &TableRegion) -> Option<bool> {
+        if self.aside.has(region.memfd) {
+            return Some(true);
+        }
+        self.ram
+            .runs_in_file(region.memfd, region.file_offset, region.length)?;
+        let address = self.ram.address_in_file(region.memfd, region.file_offset)?;
+        Some(address == region.vmm_address)
+    }
+}
+
 impl GuestMemory for Pager {
     fn pin(&self, ranges: &[HostRange], write: bool) -> Result<Box<dyn Pinned>, PinError> {
-        let runs = self.runs_of(ranges)?;
+        let (aside, ranges) = self.hold_aside(ranges)?;
+        let runs = self.runs_of(&ranges)?;
         let pages: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
         let most = self.max_pages_per_pin();
         if pages > most as u64 {
@@ -149,14 +236,15 @@ impl GuestMemory for Pager {
                 most,
             });
         }
-        self.pin_gate.enter(pages)?;
+        self.pin_gate.enter(&runs)?;
         let mut pins = Pins {
             runs: Vec::new(),
-            pages,
+            _aside: aside,
+            admitted: runs.clone(),
             gate: Arc::clone(&self.pin_gate),
         };
         let mut answers = Vec::new();
-        for (range, shard) in self.ranges.iter().zip(&self.shards) {
+        for (range, shard) in self.ram.ranges().iter().zip(&self.shards) {
             let runs: Vec<PageRun> = runs
                 .iter()
                 .filter_map(|run| intersect(*run, *range))
@@ -182,6 +270,9 @@ impl GuestMemory for Pager {
             match answered.recv() {
                 Ok(Ok(())) => pins.runs.push(runs),
                 Ok(Err(PinRefused::Lost)) => refused = Some(PinError::Lost),
+                Ok(Err(error @ PinRefused::Unplugged)) => {
+                    refused = Some(PinError::Unknown(error.to_string()));
+                }
                 // A shard that has ended drops the question.
                 Ok(Err(PinRefused::Ending)) | Err(_) => refused = Some(PinError::Ending),
             }
@@ -193,25 +284,77 @@ impl GuestMemory for Pager {
     }
 
     fn confirm(&self, regions: &[TableRegion]) -> Result<(), PinError> {
+        let is_new = |region: &TableRegion| self.agrees(region).is_none();
+        if regions.iter().any(is_new)
+            && let Err(error) = self.follow_memory()
+        {
+            tracing::warn!(%error, "the VMM's memory map is not readable");
+        }
         for region in regions {
-            let range = HostRange {
-                memfd: region.memfd,
-                file_offset: region.file_offset,
-                length: region.length,
-            };
-            let runs = self.runs_of(&[range])?;
-            let hva = runs.first().map(|run| self.ram.hva(run.first));
-            if hva != Some(region.vmm_address / PAGE * PAGE) {
-                return Err(PinError::Unknown(format!(
-                    "QEMU says that guest address {:#x} lies at {:#x}, but its memory map has that part of {} elsewhere",
-                    region.guest_address, region.vmm_address, region.memfd
-                )));
+            match self.agrees(region) {
+                Some(true) => {}
+                Some(false) => {
+                    return Err(PinError::Unknown(format!(
+                        "QEMU says that guest address {:#x} lies at {:#x}, but its memory map has that part of {} elsewhere",
+                        region.guest_address, region.vmm_address, region.memfd
+                    )));
+                }
+                None => {
+                    return Err(PinError::Unknown(format!(
+                        "{} bytes at offset {} of {} are not in the guest's RAM",
+                        region.length, region.file_offset, region.memfd
+                    )));
+                }
             }
         }
         Ok(())
     }
 
+    fn page_size(&self) -> PageSize {
+        self.shared.page_size
+    }
+
     fn max_pages_per_pin(&self) -> usize {
-        (lock(&self.pin_gate.gate).limit / 4).clamp(1, MOST_PER_PIN) as usize
+        let most = self
+            .shared
+            .page_size
+            .pages_in(MOST_PER_PIN_BYTES, MOST_PER_PIN_PAGES);
+        (lock(&self.pin_gate.gate).limit / 4).clamp(1, most) as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(first: u32, count: u32) -> PageRun {
+        PageRun {
+            first: PageIndex(first),
+            count,
+        }
+    }
+
+    #[test]
+    fn many_rings_in_one_huge_page_are_one_pinned_page() {
+        let gate = PinGate::new(32, PageSize::HUGE);
+        for _ in 0..100 {
+            gate.enter(&[run(3, 1)]).expect("room");
+        }
+        gate.enter(&[run(3, 2), run(8, 1)]).expect("room");
+        assert_eq!(lock(&gate.gate).pinned, 3);
+        gate.leave(&[run(3, 2), run(8, 1)]);
+        assert_eq!(lock(&gate.gate).pinned, 1);
+        (0..100).for_each(|_| gate.leave(&[run(3, 1)]));
+        assert_eq!(lock(&gate.gate).pinned, 0);
+    }
+
+    #[test]
+    fn base_pages_count_as_often_as_they_are_pinned() {
+        let gate = PinGate::new(32, PageSize::BASE);
+        gate.enter(&[run(3, 4)]).expect("room");
+        gate.enter(&[run(3, 4)]).expect("room");
+        assert_eq!(lock(&gate.gate).pinned, 8);
+        gate.leave(&[run(3, 4)]);
+        assert_eq!(lock(&gate.gate).pinned, 4);
     }
 }

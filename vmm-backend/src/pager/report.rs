@@ -5,15 +5,12 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use outram_wire::control::{Counters, Latency, ServerStatus};
-use outram_wire::units::PAGE_SIZE;
 
 use super::{Pager, lock};
 use crate::engine::slots::ServerIndex;
 use crate::engine::stats::{FaultKind, Stats};
 use crate::engine::table::State;
 use crate::remote::Session;
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 /// What is remembered of each server beside its session.
 #[derive(Debug)]
@@ -78,6 +75,8 @@ pub struct MemoryReport {
     pub waiting_faults: u64,
     /// ... of which for a lost page.
     pub waiting_lost_faults: u64,
+    /// Hot-plugged memory that is not paged.
+    pub unmanaged: u64,
     /// Blocks of the memfds, by the kernel's count.
     pub kernel_memfd: u64,
     /// Blocks of the staging area, by the kernel's count.
@@ -90,7 +89,8 @@ impl Pager {
     /// How the guest's memory is.
     pub fn memory(&self) -> MemoryReport {
         let stats = &self.shared.stats;
-        let pages = |state| stats.pages(state) * PAGE;
+        let page = self.shared.page_size.bytes();
+        let pages = |state| stats.pages(state) * page;
         let sum = |read: fn(&super::ShardGauges) -> &AtomicU64| {
             self.gauges
                 .iter()
@@ -100,19 +100,25 @@ impl Pager {
         let table =
             rustix::fs::fstat(&self.table_file).map_or(0, |stat| stat.st_blocks as u64 * 512);
         MemoryReport {
-            ram: u64::from(self.ram.pages()) * PAGE,
-            limit: self.rule.limit_pages() * PAGE,
+            ram: self.ram_bytes(),
+            limit: self.rule.limit_pages() * page,
             resident: pages(State::Resident) + pages(State::Busy),
-            staged: u64::from(self.shared.staging.in_use()) * PAGE,
+            staged: u64::from(self.shared.staging.in_use()) * page,
             stored: pages(State::Stored),
             filled: pages(State::Filled),
             lost: pages(State::Lost),
             waiting_faults: sum(|gauges| &gauges.waiting),
             waiting_lost_faults: sum(|gauges| &gauges.waiting_lost),
+            unmanaged: self.aside.report().0,
             kernel_memfd: self.ram.kernel_bytes().unwrap_or(0),
             kernel_staging: self.staging.kernel_bytes().unwrap_or(0),
             kernel_table: table,
         }
+    }
+
+    /// Why hot-plugged memory is not paged, if some is not.
+    pub fn unmanaged_reasons(&self) -> Vec<String> {
+        self.aside.report().1
     }
 
     /// How long faults have waited, all together.
@@ -161,6 +167,7 @@ impl Pager {
             wire_sent_bytes: demand(|gauges| &gauges.wire_sent_bytes)
                 + self.writer_gauges.wire_sent_bytes.load(Ordering::Relaxed),
             stalls_limit: stats.stalls_limit.get(),
+            stalls_pool: stats.stalls_pool.get(),
             stalls_server: stats.stalls_server.get(),
             integrity_failures: stats.integrity_failures.get(),
             stray_device_accesses: 0,
@@ -190,7 +197,7 @@ impl Pager {
     pub fn servers(&self) -> Vec<ServerStatus> {
         let of = |(number, session)| {
             let mut status = server_status(session);
-            status.stored_bytes = self.shared.slots.usage(number).1 * PAGE;
+            status.stored_bytes = self.shared.slots.usage(number).1 * self.shared.page_size.bytes();
             status.detail = self.notes.detail(number, status.detail);
             status
         };

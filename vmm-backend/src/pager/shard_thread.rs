@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -19,6 +19,7 @@ use super::guest_ram::{GuestRam, intersect};
 use super::inbox::{Inbox, Messages};
 use super::lock;
 use super::ready::wait_ready;
+use super::released::{NotReleased, Released};
 use super::state_dir::StagingArea;
 use super::uffd::{Event, Events, FaultKind, ReadWrite, Uffd};
 use super::writer::WriterEvent;
@@ -26,8 +27,8 @@ use crate::engine::eviction::Run;
 use crate::engine::shard::{Fault, FetchFailed, Shard};
 use crate::engine::slots::ServerIndex;
 use crate::engine::{
-    Fetch, FetchId, Install, PAGE_SIZE, PageIndex, PageRun, PinId, PinRefused, Ports, SlotId,
-    StagedPage, StagingSlot,
+    Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SlotId, StagedPage,
+    StagingSlot,
 };
 use crate::remote::DataConn;
 
@@ -35,6 +36,13 @@ use crate::remote::DataConn;
 const RETRY: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 100_000,
+};
+
+/// Until the host's pool of huge pages is asked again for a page: whoever gives one back to it does
+/// not tell us.
+const POOL_PAUSE: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 10_000_000,
 };
 
 /// Retries in a row between two discards: some 100 µs, longer than their caller takes to go on.
@@ -63,6 +71,14 @@ pub(super) enum ShardEvent {
     GroupsLost(Arc<HashSet<u32>>),
     /// Move pages out of this group: its server wants the slab back.
     Vacate(u32),
+    /// Bring every page home, or call that off.
+    Homing(bool),
+    /// Leave the memory to the kernel once every page is home; answered over the channel.
+    Release(Sender<Result<(), NotReleased>>),
+    /// A region was plugged, and is watched; these of its pages are there.
+    Plug(PageRun, Vec<PageRun>),
+    /// A region's memory is gone; answered once nothing refers to it.
+    Unplug(PageRun, Sender<()>),
     /// The guest is ending: refuse pins from now on.
     Ending,
     /// Let every faulting thread of the VMM go and end: it is being killed, or has ended.
@@ -82,6 +98,8 @@ pub(super) struct ShardGauges {
     pub(super) wire_sent_bytes: AtomicU64,
     /// Bytes received on them.
     pub(super) wire_received_bytes: AtomicU64,
+    /// Whether all of its pages are home, while they are brought there.
+    pub(super) home: AtomicBool,
 }
 
 /// How long a shard's faults had waited at a moment, and how many waited on: so that it can be told
@@ -126,27 +144,35 @@ pub(super) struct ShardPorts {
 
 impl Ports for ShardPorts {
     fn zero(&mut self, run: PageRun) -> (u32, Install) {
-        let (start, length) = self.ram.address_range(run);
+        let Some((start, length)) = self.ram.address_range(run) else {
+            return (0, Install::Gone);
+        };
         let (made, how) = self.uffd.zero(start, length);
-        ((made / PAGE_SIZE as u64) as u32, how)
+        ((made / self.ram.page_size().bytes()) as u32, how)
     }
 
     fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install {
-        self.uffd.copy(self.ram.hva(page), bytes, protect)
+        match self.ram.hva(page) {
+            Some(hva) => self.uffd.copy(hva, bytes, protect),
+            None => Install::Gone,
+        }
     }
 
     fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
-        self.uffd
-            .copy(self.ram.hva(page), self.staging.page(slot), false)
+        self.copy(page, Arc::clone(&self.staging).page(slot), false)
     }
 
     fn unprotect(&mut self, page: PageIndex) -> Install {
-        self.uffd.unprotect(self.ram.hva(page), PAGE_SIZE as u64)
+        match self.ram.address_range(PageRun::single(page)) {
+            Some((start, length)) => self.uffd.unprotect(start, length),
+            None => Install::Gone,
+        }
     }
 
     fn wake(&mut self, run: PageRun) {
-        let (start, length) = self.ram.address_range(run);
-        if let Err(error) = self.uffd.wake(start, length) {
+        if let Some((start, length)) = self.ram.address_range(run)
+            && let Err(error) = self.uffd.wake(start, length)
+        {
             tracing::debug!(%error, "waking failed");
         }
     }
@@ -203,7 +229,9 @@ pub(super) struct ShardThread {
     /// The VMM.
     pub(super) vmm_pid: i32,
     /// Pages that the VMM has not mapped any longer.
-    pub(super) unplugged: Vec<PageRun>,
+    pub(super) unmapped: Vec<PageRun>,
+    /// Regions on their way out, and who waits for that.
+    pub(super) leaving: Vec<(PageRun, Sender<()>)>,
     /// For the next pin.
     pub(super) next_pin: u64,
 }
@@ -228,10 +256,15 @@ impl ShardThread {
             }
             self.messages.hush();
             while let Some(event) = self.messages.next() {
-                if matches!(event, ShardEvent::Quit) {
-                    return self.let_go();
+                match event {
+                    ShardEvent::Quit => return self.let_go(),
+                    ShardEvent::Release(answer) => match self.unregister() {
+                        Ok(()) => return self.into_released().work(&answer, &mut events),
+                        // Whoever asked may have ended meanwhile.
+                        Err(error) => drop(answer.send(Err(error))),
+                    },
+                    event => self.handle(event),
                 }
-                self.handle(event);
             }
             for fetch in self.shard.ports().demand.drain_gone() {
                 self.shard
@@ -239,13 +272,18 @@ impl ShardThread {
             }
             self.shard.pump();
             self.retry_between_discards();
+            self.let_regions_go();
             self.publish();
         }
     }
 
     /// Waits until something is to be done; returns the servers whose connections are ready.
     fn wait(&mut self) -> io::Result<Vec<ServerIndex>> {
-        let retry = self.shard.has_retries().then_some(&RETRY);
+        let again = self.shard.has_retries() || self.shard.has_more_to_bring();
+        let retry = match again {
+            true => Some(&RETRY),
+            false => self.shard.waits_for_pool().then_some(&POOL_PAUSE),
+        };
         let ports = self.shard.ports();
         wait_ready(
             &[ports.uffd.as_fd(), self.messages.as_fd()],
@@ -309,24 +347,37 @@ impl ShardThread {
                 }
             }
             Event::Remove { start, end } => {
-                if let Some(run) = self.run_of(start as u64, end as u64) {
-                    self.shard.on_removed(run);
+                for run in self.runs_of(start as u64, end as u64) {
+                    self.removed(run);
                 }
             }
             Event::Unmap { start, end } => {
-                if let Some(run) = self.run_of(start as u64, end as u64) {
-                    self.unmapped(run);
+                for run in self.runs_of(start as u64, end as u64) {
+                    // Where it is known to be gone already, there is nothing left to guard.
+                    if self.shard.is_plugged(run.first) {
+                        self.on_unmapped(run);
+                    }
                 }
             }
             other => tracing::warn!(?other, "an event that was not asked for"),
         }
     }
 
+    /// QEMU dropped a range of its mapping. That discards huge pages only if it punched them as
+    /// well, of which no word comes and which nobody can tell from here: they count as changed,
+    /// and are found to be gone at their next fault, or as zeros when they are evicted.
+    fn removed(&mut self, run: PageRun) {
+        match self.shard.ports().ram.page_size().is_huge() {
+            true => self.shard.on_mapping_dropped(run),
+            false => self.shard.on_removed(run),
+        }
+    }
+
     /// QEMU unmapped guest RAM. Where it mapped the same pages again (it replaces poisoned ones at
     /// a reset), they are registered anew, for the new mapping is not: its caller goes on only now
     /// that the event is read, with its vCPUs stopped. Where it did not (a block was unplugged),
-    /// nothing of them is ever evicted again.
-    fn unmapped(&mut self, run: PageRun) {
+    /// nothing of them is evicted; that the block is gone is told by [`ShardEvent::Unplug`].
+    fn on_unmapped(&mut self, run: PageRun) {
         tracing::info!(
             first = run.first.0,
             pages = run.count,
@@ -335,32 +386,57 @@ impl ShardThread {
         self.shard.freeze(run);
         let pid = self.vmm_pid;
         let ports = self.shard.ports();
-        let (start, length) = ports.ram.address_range(run);
-        let registered = ports
-            .ram
-            .is_mapped(pid, run)
-            .and_then(|mapped| match mapped {
-                true => ports.uffd.register(start, length),
-                false => Err(io::Error::from(io::ErrorKind::NotFound)),
-            });
+        let is_mapped = ports.ram.is_mapped(pid, run).unwrap_or_else(|error| {
+            tracing::warn!(%error, "the VMM's memory map is not readable");
+            false
+        });
+        let range = ports.ram.address_range(run).filter(|_| is_mapped);
+        let registered = range.map(|(start, length)| ports.uffd.register(start, length));
         match registered {
-            Ok(()) => {
+            Some(Ok(())) => {
                 self.shard.thaw();
-                self.unplugged
-                    .iter()
-                    .for_each(|run| self.shard.freeze(*run));
+                self.unmapped.iter().for_each(|run| self.shard.freeze(*run));
+                // Whoever waits in the old mapping looks at the new one.
+                self.shard.ports().wake(run);
             }
-            Err(error) => {
-                tracing::warn!(%error, "guest RAM that was unmapped is not watched any more");
-                self.unplugged.push(run);
+            Some(Err(error)) => {
+                tracing::warn!(%error, "guest RAM that was mapped anew is not watched any more");
+                self.unmapped.push(run);
+            }
+            None => self.unmapped.push(run),
+        }
+    }
+
+    /// Takes a region over that is watched by now, with the pages that were there of it.
+    pub(super) fn plug(&mut self, region: PageRun, populated: Vec<PageRun>) {
+        self.shard.plug(region);
+        let pages = populated.into_iter().flat_map(PageRun::pages);
+        pages.for_each(|page| self.shard.adopt_populated(page));
+    }
+
+    /// A region's memory is gone.
+    fn unplug(&mut self, run: PageRun, answer: Sender<()>) {
+        self.unmapped
+            .retain(|unmapped| !run.contains(unmapped.first));
+        self.shard.unplug(run);
+        self.leaving.push((run, answer));
+    }
+
+    /// Tells of regions that nothing refers to any longer.
+    fn let_regions_go(&mut self) {
+        while let Some(run) = self.shard.next_unplugged() {
+            if let Some(place) = self.leaving.iter().position(|(known, _)| *known == run) {
+                // Nobody waits for it any more where the guest has ended meanwhile.
+                let _ = self.leaving.swap_remove(place).1.send(());
             }
         }
     }
 
-    /// The part of an address range that is this shard's.
-    fn run_of(&mut self, start: u64, end: u64) -> Option<PageRun> {
+    /// The parts of an address range that are this shard's.
+    fn runs_of(&mut self, start: u64, end: u64) -> Vec<PageRun> {
         let range = self.shard.range();
-        intersect(self.shard.ports().ram.run_at(start, end)?, range)
+        let runs = self.shard.ports().ram.runs_at(start, end).into_iter();
+        runs.filter_map(|run| intersect(run, range)).collect()
     }
 
     fn read_replies(&mut self, server: ServerIndex) {
@@ -408,8 +484,12 @@ impl ShardThread {
             }
             ShardEvent::GroupsLost(groups) => self.shard.on_groups_lost(&groups),
             ShardEvent::Vacate(group) => self.shard.on_vacate(group),
+            ShardEvent::Homing(true) => self.shard.start_homing(),
+            ShardEvent::Homing(false) => self.shard.stop_homing(),
+            ShardEvent::Plug(region, populated) => self.plug(region, populated),
+            ShardEvent::Unplug(run, answer) => self.unplug(run, answer),
             ShardEvent::Ending => self.shard.end(),
-            ShardEvent::Quit => {}
+            ShardEvent::Release(_) | ShardEvent::Quit => {}
         }
     }
 
@@ -419,10 +499,47 @@ impl ShardThread {
         let range = self.shard.range();
         let ports = self.shard.ports();
         for part in ports.ram.parts(range) {
-            let (start, length) = ports.ram.address_range(part);
-            if let Err(error) = ports.uffd.unregister(start, length) {
+            if let Some((start, length)) = ports.ram.address_range(part)
+                && let Err(error) = ports.uffd.unregister(start, length)
+            {
                 tracing::debug!(%error, "a dying VMM's range is gone already");
             }
+        }
+    }
+
+    /// Ends the shard's work: its whole range is the kernel's again, as before the hand-over.
+    fn unregister(&mut self) -> Result<(), NotReleased> {
+        if !self.shard.may_be_released() {
+            return Err(NotReleased::NotHome);
+        }
+        let range = self.shard.range();
+        let gone = self.unmapped.clone();
+        let ports = self.shard.ports();
+        for part in ports.ram.parts(range) {
+            let Some((start, length)) = ports.ram.address_range(part) else {
+                continue;
+            };
+            if let Err(source) = ports.uffd.unregister(start, length) {
+                if gone.iter().any(|run| intersect(*run, part).is_some()) {
+                    continue;
+                }
+                // What of it is let go already is only never evicted again.
+                self.shard.freeze(range);
+                return Err(NotReleased::Refused(source));
+            }
+        }
+        self.gauges.waiting.store(0, Ordering::Relaxed);
+        self.gauges.waiting_lost.store(0, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// What goes on once the range is unregistered; the engine's part ends here.
+    fn into_released(mut self) -> Released {
+        let ports = self.shard.ports();
+        Released {
+            uffd: Arc::clone(&ports.uffd),
+            ram: Arc::clone(&ports.ram),
+            messages: self.messages,
         }
     }
 
@@ -440,6 +557,7 @@ impl ShardThread {
         gauges
             .waiting_lost
             .store(self.shard.lost_waiters(), Ordering::Relaxed);
+        gauges.home.store(self.shard.is_home(), Ordering::Relaxed);
         gauges.wire_sent_bytes.store(sent, Ordering::Relaxed);
         gauges
             .wire_received_bytes

@@ -21,13 +21,13 @@ use rustix::mm::{MapFlags, ProtFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::engine::table::{ENTRY_WORDS, TABLE_VERSION, Words};
-use crate::engine::{PAGE_SIZE, StagingSlot};
+use crate::engine::{PageSize, StagingSlot};
 
 /// First bytes of a table: what it is, before its version.
 const TABLE_MAGIC: &[u8; 8] = b"OUTRAMPT";
 
 /// The table's header takes a page, so that entries are aligned to cache lines and pages.
-const HEADER_BYTES: u64 = PAGE_SIZE as u64;
+const HEADER_BYTES: u64 = PageSize::BASE.bytes();
 
 /// Bytes of an entry.
 const ENTRY_BYTES: u64 = (ENTRY_WORDS * 8) as u64;
@@ -67,11 +67,11 @@ pub(super) struct StateDir {
 }
 
 impl StateDir {
-    /// Mounts a tmpfs for a table of `pages` pages and a staging area of `staging_slots` slots.
-    /// What an earlier backend of the same guest left there is removed.
-    pub(super) fn create(path: &Path, pages: u32, staging_slots: u32) -> Result<Self, StateError> {
+    /// Mounts a tmpfs for a table of `pages` pages and `staging_bytes` of staging area. What an
+    /// earlier backend of the same guest left there is removed.
+    pub(super) fn create(path: &Path, pages: u32, staging_bytes: u64) -> Result<Self, StateError> {
         let table = HEADER_BYTES + u64::from(pages) * ENTRY_BYTES;
-        let bytes = table + u64::from(staging_slots) * PAGE_SIZE as u64 + TMPFS_SLACK_BYTES;
+        let bytes = table + staging_bytes + TMPFS_SLACK_BYTES;
         let failed = |source: io::Error| StateError::Mount {
             path: path.to_owned(),
             bytes,
@@ -132,18 +132,23 @@ impl StateDir {
         })
     }
 
-    /// Makes the staging area's file and maps it: room for `slots`, none of them backed yet.
-    pub(super) fn create_staging(&self, slots: u32) -> Result<StagingArea, StateError> {
+    /// Makes the staging area's file and maps it: room for `slots` pages, none of them backed yet.
+    pub(super) fn create_staging(
+        &self,
+        slots: u32,
+        size: PageSize,
+    ) -> Result<StagingArea, StateError> {
         let path = self.path.join("staging");
         let make = || {
             let file = open(&path)?;
-            let length = u64::from(slots) * PAGE_SIZE as u64;
+            let length = u64::from(slots) * size.bytes();
             file.set_len(length)?;
             let mapping = Mapping::new(&file, length)?;
             Ok(StagingArea {
                 file,
                 mapping,
                 slots,
+                size,
             })
         };
         make().map_err(|source| StateError::File {
@@ -243,6 +248,7 @@ pub(super) struct StagingArea {
     file: File,
     mapping: Mapping,
     slots: u32,
+    size: PageSize,
 }
 
 impl StagingArea {
@@ -251,7 +257,7 @@ impl StagingArea {
         if count == 0 {
             return Ok(());
         }
-        let (offset, length) = range(first, count);
+        let (offset, length) = self.range(first, count);
         Ok(rustix::fs::fallocate(
             &self.file,
             FallocateFlags::KEEP_SIZE,
@@ -262,9 +268,16 @@ impl StagingArea {
 
     /// Gives the memory of unused slots back.
     pub(super) fn give_back(&self, slot: StagingSlot) -> io::Result<()> {
-        let (offset, length) = range(slot.0, 1);
+        let (offset, length) = self.range(slot.0, 1);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(&self.file, flags, offset, length)?)
+    }
+
+    fn range(&self, first: u32, count: u32) -> (u64, u64) {
+        (
+            u64::from(first) * self.size.bytes(),
+            u64::from(count) * self.size.bytes(),
+        )
     }
 
     /// Bytes that the area takes, by the kernel's own count.
@@ -280,22 +293,21 @@ impl StagingArea {
             self.slots
         );
         // SAFETY: within the mapping, which is `slots` pages long.
-        unsafe { self.mapping.start.add(slot.0 as usize * PAGE_SIZE) }
+        unsafe { self.mapping.start.add(slot.0 as usize * self.size.length()) }
     }
 
     /// The bytes of a slot, which the caller holds (so that nobody writes to it meanwhile).
     pub(super) fn page(&self, slot: StagingSlot) -> &[u8] {
         // SAFETY: `place` is the start of a whole page of the mapping; only its holder writes to it.
-        unsafe { std::slice::from_raw_parts(self.place(slot).as_ptr(), PAGE_SIZE) }
+        unsafe { std::slice::from_raw_parts(self.place(slot).as_ptr(), self.size.length()) }
     }
 
     /// Writes a page's bytes into a slot, which the caller holds exclusively.
     pub(super) fn write(&self, slot: StagingSlot, bytes: &[u8]) {
-        assert_eq!(bytes.len(), PAGE_SIZE, "a slot holds a page");
+        let length = self.size.length();
+        assert_eq!(bytes.len(), length, "a slot holds a page");
         // SAFETY: both are whole pages; the slot is the caller's alone, and `bytes` lies elsewhere.
-        unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.place(slot).as_ptr(), PAGE_SIZE)
-        };
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.place(slot).as_ptr(), length) };
     }
 
     /// Reads neighbouring pages of `file` into slots, in order. The caller holds them, and nobody
@@ -306,15 +318,16 @@ impl StagingArea {
         offset: u64,
         slots: impl Iterator<Item = StagingSlot>,
     ) -> io::Result<()> {
+        let page = self.size.length();
         let vectors = slots.map(|slot| libc::iovec {
             iov_base: self.place(slot).as_ptr().cast(),
-            iov_len: PAGE_SIZE,
+            iov_len: page,
         });
         let vectors: Vec<_> = vectors.collect();
-        let expected = vectors.len() * PAGE_SIZE;
+        let expected = vectors.len() * page;
         let mut done = 0;
         while done < expected {
-            let rest = &vectors[done / PAGE_SIZE..];
+            let rest = &vectors[done / page..];
             use std::os::fd::AsRawFd;
             // SAFETY: each vector is a page of the mapping that the caller holds exclusively.
             let read = unsafe {
@@ -327,7 +340,7 @@ impl StagingArea {
             };
             match read {
                 // Whole pages or nothing: the memfd ends where guest RAM ends.
-                read if read >= PAGE_SIZE as isize => done += read as usize / PAGE_SIZE * PAGE_SIZE,
+                read if read >= page as isize => done += read as usize / page * page,
                 read if read >= 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                 _ => {
                     let error = io::Error::last_os_error();
@@ -339,11 +352,4 @@ impl StagingArea {
         }
         Ok(())
     }
-}
-
-fn range(first: u32, count: u32) -> (u64, u64) {
-    (
-        u64::from(first) * PAGE_SIZE as u64,
-        u64::from(count) * PAGE_SIZE as u64,
-    )
 }

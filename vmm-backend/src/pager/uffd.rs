@@ -2,7 +2,7 @@
 //! crate lacks (the API handshake on a descriptor made elsewhere, write-protected COPY, partial
 //! results of ZEROPAGE, WRITEPROTECT with its errno).
 //!
-//! Knows nothing of pages or states: addresses are the VMM's, lengths are bytes. Source:
+//! Knows nothing of states: addresses are the VMM's, lengths are bytes. Source:
 //! `linux/userfaultfd.h` and Documentation/admin-guide/mm/userfaultfd.rst.
 #![allow(unsafe_code)]
 
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use userfaultfd::{EventBuffer, RegisterMode};
 
-use crate::engine::Install;
+use crate::engine::{Install, PageSize};
 
 pub(super) use userfaultfd::{Event, FaultKind, ReadWrite};
 
@@ -26,13 +26,20 @@ const MODE_PROTECTED_COPY: u64 = 1 << 1;
 const MODE_PROTECT: u64 = 1 << 0;
 
 /// Features asked for: write-protect faults and events of discarded and unmapped ranges, on shared
-/// memory.
-const FEATURES: u64 =
-    FEATURE_WP | FEATURE_REMOVE | FEATURE_SHMEM | FEATURE_UNMAP | FEATURE_WP_SHMEM;
+/// memory of this page size.
+fn features(size: PageSize) -> u64 {
+    let missing = match size.is_huge() {
+        true => FEATURE_HUGETLBFS,
+        false => FEATURE_SHMEM,
+    };
+    FEATURE_WP | FEATURE_REMOVE | missing | FEATURE_UNMAP | FEATURE_WP_SHMEM
+}
 const FEATURE_WP: u64 = 1 << 0;
 const FEATURE_REMOVE: u64 = 1 << 3;
+const FEATURE_HUGETLBFS: u64 = 1 << 4;
 const FEATURE_SHMEM: u64 = 1 << 5;
 const FEATURE_UNMAP: u64 = 1 << 6;
+/// Of hugetlbfs too.
 const FEATURE_WP_SHMEM: u64 = 1 << 12;
 
 #[repr(C)]
@@ -60,6 +67,14 @@ struct Zeropage {
 }
 
 #[repr(C)]
+struct Continue {
+    start: u64,
+    length: u64,
+    mode: u64,
+    mapped: i64,
+}
+
+#[repr(C)]
 struct WriteProtect {
     start: u64,
     length: u64,
@@ -75,38 +90,48 @@ const UFFDIO_API: libc::c_ulong = request::<ApiHandshake>(0x3f);
 const UFFDIO_COPY: libc::c_ulong = request::<Copy>(0x03);
 const UFFDIO_ZEROPAGE: libc::c_ulong = request::<Zeropage>(0x04);
 const UFFDIO_WRITEPROTECT: libc::c_ulong = request::<WriteProtect>(0x06);
+const UFFDIO_CONTINUE: libc::c_ulong = request::<Continue>(0x07);
 
 // The numbers as the kernel's header makes them: a struct of another size would change them.
 const _: () = assert!(UFFDIO_API == 0xc018_aa3f);
 const _: () = assert!(UFFDIO_COPY == 0xc028_aa03);
 const _: () = assert!(UFFDIO_ZEROPAGE == 0xc020_aa04);
 const _: () = assert!(UFFDIO_WRITEPROTECT == 0xc018_aa06);
+const _: () = assert!(UFFDIO_CONTINUE == 0xc020_aa07);
 
 /// A userfaultfd of the VMM, ready for use.
 #[derive(Debug)]
 pub(super) struct Uffd {
     inner: userfaultfd::Uffd,
+    size: PageSize,
+    /// A huge page of zeros: ZEROPAGE knows none. Never written, so that it costs no memory.
+    zeros: Option<Box<[u8]>>,
 }
 
 impl Uffd {
-    /// Shakes hands on a fresh descriptor.
-    pub(super) fn adopt(fd: OwnedFd) -> io::Result<Self> {
+    /// Shakes hands on a fresh descriptor, for memory of this page size.
+    pub(super) fn adopt(fd: OwnedFd, size: PageSize) -> io::Result<Self> {
+        let needed = features(size);
         let mut handshake = ApiHandshake {
             api: API,
-            features: FEATURES,
+            features: needed,
             ioctls: 0,
         };
         // SAFETY: the argument is a live struct of the size that the request's number names.
         check(unsafe { libc::ioctl(fd.as_raw_fd(), UFFDIO_API, &raw mut handshake) })?;
-        if handshake.features & FEATURES != FEATURES {
+        if handshake.features & needed != needed {
             return Err(io::Error::other(format!(
-                "the kernel lacks userfaultfd features (has {:#x}, needed {FEATURES:#x}): Linux 6.1 or newer is needed",
+                "the kernel lacks userfaultfd features (has {:#x}, needed {needed:#x}): Linux 6.1 or newer is needed",
                 handshake.features
             )));
         }
         // SAFETY: ownership of a userfaultfd goes from one owner to the other.
         let inner = unsafe { userfaultfd::Uffd::from_raw_fd(fd.into_raw_fd()) };
-        Ok(Self { inner })
+        Ok(Self {
+            inner,
+            size,
+            zeros: size.is_huge().then(|| vec![0; size.length()].into()),
+        })
     }
 
     /// Catches missing and write-protected faults in the range.
@@ -120,14 +145,37 @@ impl Uffd {
     }
 
     /// Lets the range go: whoever waits in it gets what the memory holds.
+    ///
+    /// The kernel wakes them before it takes the registration off, and since faults are handled
+    /// under the mapping's own lock (Linux 6.8) one that began before may still start to wait in
+    /// between, for good (seen on 6.18). Nobody can any more once the registration is off: those
+    /// are woken then.
     pub(super) fn unregister(&self, start: u64, length: u64) -> io::Result<()> {
         self.inner
             .unregister(start as *mut libc::c_void, length as usize)
-            .map_err(io_error)
+            .map_err(io_error)?;
+        self.wake(start, length)
     }
 
     /// Makes the range zero; returns the bytes made, and how the attempt on the rest ended.
     pub(super) fn zero(&self, start: u64, length: u64) -> (u64, Install) {
+        match &self.zeros {
+            Some(zeros) => self.copy_zeros(start, length, zeros),
+            None => self.zeropage(start, length),
+        }
+    }
+
+    fn copy_zeros(&self, start: u64, length: u64, zeros: &[u8]) -> (u64, Install) {
+        for made in (0..length).step_by(zeros.len()) {
+            match self.copy(start + made, zeros, false) {
+                Install::Done => {}
+                how => return (made, how),
+            }
+        }
+        (length, Install::Done)
+    }
+
+    fn zeropage(&self, start: u64, length: u64) -> (u64, Install) {
         let mut zeropage = Zeropage {
             start,
             length,
@@ -143,7 +191,7 @@ impl Uffd {
             Ok(()) => (length, Install::Done),
             // A partial result comes back as EAGAIN; what stopped it shows at the next attempt.
             Err(_) if made > 0 => (made, Install::Again),
-            Err(error) => (0, install_outcome(&error)),
+            Err(error) => (0, self.install_outcome(&error)),
         }
     }
 
@@ -160,7 +208,31 @@ impl Uffd {
         // SAFETY: as in `zero`; the source is a live slice of `length` bytes.
         match check(unsafe { libc::ioctl(self.inner.as_raw_fd(), UFFDIO_COPY, &raw mut copy) }) {
             Ok(()) => Install::Done,
-            Err(error) => install_outcome(&error),
+            Err(error) => match self.install_outcome(&error) {
+                Install::Exists if self.size.is_huge() => self.map_existing(destination),
+                how => how,
+            },
+        }
+    }
+
+    /// COPY of a huge page says EEXIST also where the pool is empty (Linux 6.18, of which the
+    /// page table of the range stands). Mapping what exists tells which it is.
+    fn map_existing(&self, start: u64) -> Install {
+        let mut existing = Continue {
+            start,
+            length: self.size.bytes(),
+            mode: 0,
+            mapped: 0,
+        };
+        // SAFETY: as in `adopt`; the kernel maps a page that the file has, or nothing.
+        let mapped = check(unsafe {
+            libc::ioctl(self.inner.as_raw_fd(), UFFDIO_CONTINUE, &raw mut existing)
+        });
+        match mapped {
+            Ok(()) => Install::Exists,
+            // The file has no such page.
+            Err(error) if error.raw_os_error() == Some(libc::EFAULT) => Install::PoolEmpty,
+            Err(error) => self.install_outcome(&error),
         }
     }
 
@@ -173,7 +245,24 @@ impl Uffd {
     pub(super) fn unprotect(&self, start: u64, length: u64) -> Install {
         match self.write_protect(start, length, 0) {
             Ok(()) => Install::Done,
-            Err(error) => install_outcome(&error),
+            Err(error) => self.install_outcome(&error),
+        }
+    }
+
+    fn install_outcome(&self, error: &io::Error) -> Install {
+        match error.raw_os_error() {
+            Some(libc::EEXIST) => Install::Exists,
+            // The pool, or the VMM's share of it by a hugetlb cgroup.
+            Some(libc::ENOMEM) if self.size.is_huge() => Install::PoolEmpty,
+            // ENOMEM passes too: the VMM's memory cgroup reclaims or its owner raises the limit.
+            Some(libc::EAGAIN | libc::ENOMEM | libc::EINTR | libc::EBUSY) => Install::Again,
+            Some(libc::ESRCH | libc::ENOENT) => Install::Gone,
+            _ => {
+                // EINVAL and EFAULT would be mistakes of ours: nothing was changed, so the guest
+                // stands still rather than goes on with wrong bytes.
+                report_refusal(error);
+                Install::Again
+            }
         }
     }
 
@@ -241,21 +330,6 @@ fn check(result: libc::c_int) -> io::Result<()> {
         Err(io::Error::last_os_error())
     } else {
         Ok(())
-    }
-}
-
-fn install_outcome(error: &io::Error) -> Install {
-    match error.raw_os_error() {
-        Some(libc::EEXIST) => Install::Exists,
-        // ENOMEM passes too: the VMM's memory cgroup reclaims or its owner raises the limit.
-        Some(libc::EAGAIN | libc::ENOMEM | libc::EINTR | libc::EBUSY) => Install::Again,
-        Some(libc::ESRCH | libc::ENOENT) => Install::Gone,
-        _ => {
-            // EINVAL and EFAULT would be mistakes of ours: nothing was changed, so the guest
-            // stands still rather than goes on with wrong bytes.
-            report_refusal(error);
-            Install::Again
-        }
     }
 }
 

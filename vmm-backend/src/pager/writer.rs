@@ -19,11 +19,12 @@ use super::ready::wait_ready;
 use super::shard_thread::ShardEvent;
 use super::state_dir::StagingArea;
 use crate::engine::slots::{Place, ServerIndex, SlabRef};
-use crate::engine::{PAGE_SIZE, SharedRef, SlotId, StagedPage};
+use crate::engine::{PageSize, SharedRef, SlotId, StagedPage};
 use crate::remote::{DataConn, Extent, ExtentError, Session, SubmitError};
 
-/// Pages of a batch at most: 256 KiB amortise the round trip and hold no demand read up for long.
-const BATCH_PAGES: usize = 64;
+/// Bytes of a batch at most, but at least a page: they amortise the round trip and hold no demand
+/// read up for long.
+const BATCH_BYTES: u64 = 256 << 10;
 
 /// Batches in flight at most, over all servers: enough to keep one busy while another is answered.
 const BATCHES_IN_FLIGHT: usize = 8;
@@ -198,9 +199,13 @@ impl Writer {
         orders
     }
 
+    fn batch_pages(&self) -> usize {
+        self.shared.page_size.pages_in(BATCH_BYTES, 1) as usize
+    }
+
     fn submit(&mut self) {
         while self.in_flight.len() < BATCHES_IN_FLIGHT {
-            let orders = self.claim(BATCH_PAGES);
+            let orders = self.claim(self.batch_pages());
             if orders.is_empty() {
                 return;
             }
@@ -238,7 +243,8 @@ impl Writer {
         let extents: Vec<Extent> = batch
             .orders
             .iter()
-            .filter_map(|(_, slot)| self.extent(*slot))
+            .filter_map(|(_, slot)| self.shared.slots.place(*slot))
+            .map(|place| extent_of(place, self.shared.page_size))
             .collect();
         if extents.len() != batch.orders.len() {
             self.take_back(batch);
@@ -272,15 +278,6 @@ impl Writer {
                 false
             }
         }
-    }
-
-    fn extent(&self, slot: SlotId) -> Option<Extent> {
-        let Place { slab, index } = self.shared.slots.place(slot)?;
-        Some(Extent {
-            slab: SlabId(slab.slab),
-            offset: index * PAGE_SIZE as u32,
-            length: PAGE_SIZE as u32,
-        })
     }
 
     /// Frees a batch's slots; its pages are written again later.
@@ -361,8 +358,9 @@ impl Writer {
 
     /// Asks for a slab while the room left is less than a few batches and pages wait.
     fn lease_ahead(&mut self) {
-        let wanting = self.claimed.len() + self.queue.len() + self.in_flight.len() * BATCH_PAGES;
-        let enough = (wanting + BATCHES_IN_FLIGHT * BATCH_PAGES) as u64;
+        let batch = self.batch_pages();
+        let wanting = self.claimed.len() + self.queue.len() + self.in_flight.len() * batch;
+        let enough = (wanting + BATCHES_IN_FLIGHT * batch) as u64;
         if wanting == 0 || self.shared.slots.room() >= enough {
             return;
         }
@@ -405,6 +403,20 @@ impl Writer {
             .store(received, Ordering::Relaxed);
     }
 }
+
+/// The bytes of a page's place. They fit into one request: [`MAX_PAYLOAD_BYTES`] is two huge pages.
+///
+/// [`MAX_PAYLOAD_BYTES`]: outram_wire::server::data::MAX_PAYLOAD_BYTES
+pub(super) fn extent_of(place: Place, size: PageSize) -> Extent {
+    let length = size.bytes() as u32;
+    Extent {
+        slab: SlabId(place.slab.slab),
+        offset: place.index * length,
+        length,
+    }
+}
+
+const _: () = assert!(PageSize::HUGE.length() <= outram_wire::server::data::MAX_PAYLOAD_BYTES);
 
 /// Forgets slabs whose contents are gone, and tells every shard.
 pub(super) fn forget_slabs(shared: &SharedRef, shards: &[Inbox<ShardEvent>], slabs: &[SlabRef]) {

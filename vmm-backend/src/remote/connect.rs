@@ -9,8 +9,8 @@ use outram_wire::server::channel::{Channel, ChannelError, Received, prepare_sock
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::data::{Admission, WELCOME_BYTES, decode_welcome, encode_hello};
 use outram_wire::server::{
-    CONTROL_VERSIONS, ClientMessage, Hello, Purpose, Refusal, Reply, Request, ServerMessage,
-    ServerStats, Token, Welcome,
+    CONTROL_VERSIONS, ClientMessage, Hello, Purpose, Refusal, Reply, Request, ServerMessage, Token,
+    Welcome,
 };
 use outram_wire::tls::{self, Kind, TlsFiles};
 use rustls::ClientConfig;
@@ -290,33 +290,5 @@ impl Dialer {
             server: self.address.clone(),
             what,
         }
-    }
-}
-
-/// Asks a server what it lends to guests of this host (rather: of this certificate).
-pub fn observe(
-    address: &ServerAddress,
-    files: &TlsFiles,
-    timing: Timing,
-) -> Result<ServerStats, RemoteError> {
-    let dialer = Dialer::to(address.clone(), files, timing)?;
-    let mut channel = dialer.control(&Purpose::Observe)?.channel;
-    let deadline = Instant::now() + timing.answer;
-    let request = ClientMessage::Request {
-        id: 1,
-        request: Request::Stats,
-    };
-    let sent = channel.send(&request, deadline);
-    sent.map_err(|source| dialer.control_error(source))?;
-    match dialer.receive(&mut channel, deadline)? {
-        ServerMessage::Reply {
-            id: 1,
-            reply: Reply::Stats(stats),
-        } => Ok(*stats),
-        ServerMessage::Reply {
-            reply: Reply::Refused(refusal),
-            ..
-        } => Err(dialer.refused(refusal)),
-        other => Err(dialer.protocol(format!("{other:?} instead of its statistics"))),
     }
 }

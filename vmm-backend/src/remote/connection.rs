@@ -155,6 +155,15 @@ impl DataConn {
         }
     }
 
+    /// One that was opened after this greeting, for tests of who uses which.
+    #[cfg(test)]
+    pub(crate) fn of_greeting(server: ServerAddress, socket: TcpStream, generation: u64) -> Self {
+        Self {
+            generation,
+            ..Self::new(server, socket)
+        }
+    }
+
     /// Which greeting of its session it was opened after: the server's fence lies between two.
     pub fn generation(&self) -> u64 {
         self.generation

@@ -28,7 +28,6 @@ mod session_tests;
 #[cfg(test)]
 pub(crate) mod test_server;
 
-pub use connect::observe;
 pub use connection::{DataConn, ExtentError, SubmitError};
 pub use error::RemoteError;
 pub use outram_wire::server::{AddressError, Extent, ServerAddress};

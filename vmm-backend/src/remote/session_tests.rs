@@ -481,18 +481,6 @@ fn what_is_wrong_at_the_start_is_said_at_once() {
 }
 
 #[test]
-fn what_a_server_lends_can_be_observed() {
-    let pki = Pki::new();
-    let server = serve(&pki, anywhere(), |_| {});
-    let config = config(server.local_addr(), pki.client.clone());
-    let mut owner = Owner::start(&config, 2).expect("a session");
-    owner.lease();
-    let stats = observe(&config.addresses[0], &config.tls, config.timing).expect("an answer");
-    assert_eq!(stats.clients[0].vm, config.vm);
-    assert_eq!(stats.clients[0].leased_bytes, SLAB);
-}
-
-#[test]
 fn a_server_that_sends_nonsense_ends_the_connection_and_no_more() {
     let listener = TcpListener::bind(anywhere()).expect("a listener");
     let address = listener.local_addr().expect("bound");

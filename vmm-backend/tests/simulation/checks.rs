@@ -6,6 +6,7 @@ use outram_backend::engine::table::{Entry, State};
 use outram_backend::engine::{PageIndex, PageRun, SlotId};
 
 use crate::contents::Contents;
+use crate::plugging::Presence;
 use crate::ports::SimPorts;
 use crate::servers::SERVERS;
 use crate::world::{Check, Message, OutRun, PAGES, Violation, World, fail, shard_of};
@@ -41,7 +42,15 @@ impl World {
         let mut recount = Recount::default();
         for page in 0..PAGES {
             let entry = self.shared.table.load(PageIndex(page));
-            self.check_page(page, &entry)?;
+            match self.presence(page) {
+                Presence::There => self.check_page(page, &entry)?,
+                // Nobody asks for it any more.
+                Presence::Unmapped | Presence::Leaving => {}
+                Presence::Gone => {
+                    self.check_gone(page, &entry)?;
+                    continue;
+                }
+            }
             self.count_page(page, &entry, &mut recount);
         }
         recount.staging += shards.iter().map(|shard| shard.moves() as u64).sum::<u64>();
@@ -82,7 +91,8 @@ impl World {
         let present = self.memory[page as usize].clone();
         let hole = || {
             // A hole in a page believed to be there: a discard that the engine is yet to hear of.
-            match self.discarding[page as usize] > 0 {
+            let place = page as usize;
+            match self.discarding[place] > 0 || self.silently_gone[place] {
                 true => Source::Bytes(self.zero.clone()),
                 false => Source::Nowhere,
             }
@@ -137,6 +147,9 @@ impl World {
             };
             return fail(check, format!("there, but not believed so: {}", describe()));
         }
+        if self.memory[place].is_some() || !in_memory {
+            self.silently_gone[place] = false;
+        }
         if entry.protected && self.memory[place].is_some() && !self.protected[place] {
             return fail(Check::Protection, describe());
         }
@@ -152,7 +165,9 @@ impl World {
                         ),
                     );
                 }
-                if self.discarding[place] == 0 && self.allowed[place].len() > 1 {
+                let undecided = entry.state == State::Busy && self.silently_gone[place];
+                let is_settled = self.discarding[place] == 0 && !undecided;
+                if is_settled && self.allowed[place].len() > 1 {
                     self.allowed[place] = vec![contents];
                 }
                 if in_memory && !entry.protected && entry.slot.is_none()
@@ -322,6 +337,9 @@ impl World {
                 Check::Stuck,
                 format!("page {page} was not moved: {:?}", self.summary()),
             );
+        }
+        if let Some(page) = (0..PAGES).find(|page| self.presence(*page) == Presence::Leaving) {
+            return fail(Check::Stuck, format!("page {page} never left"));
         }
         if !self.orders.is_empty() || self.shared.staging.in_use() > 0 {
             return fail(Check::Stuck, format!("staging: {:?}", self.summary()));

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use outram_backend::engine::PAGE_SIZE;
+use outram_wire::units::PAGE_SIZE;
 
 use crate::random::Random;
 

@@ -6,8 +6,8 @@ use outram_backend::engine::{PageIndex, PageRun, PinId};
 
 use crate::contents::Store;
 use crate::world::{
-    Access, Check, DeviceRequest, FaultMessage, PAGES, SHARD_PAGES, Vcpu, Violation, World, fail,
-    shard_of,
+    Access, Check, DeviceRequest, FaultMessage, Memory, PAGES, SHARD_PAGES, Vcpu, Violation, World,
+    fail, shard_of,
 };
 
 impl World {
@@ -52,8 +52,28 @@ impl World {
             first: PageIndex(first),
             count: end - first,
         };
-        if self.is_unpinned(run) {
-            self.discard(run);
+        match self.kind {
+            _ if !self.is_unpinned(run) || !self.are_there(run) => {}
+            Memory::Tmpfs => self.discard(run),
+            Memory::Hugetlbfs => self.discard_silently(run),
+        }
+    }
+
+    /// Pages that are there go without a word; what lies elsewhere stays.
+    fn discard_silently(&mut self, run: PageRun) {
+        for page in run.pages() {
+            let place = page.0 as usize;
+            if self.take_out(page).is_none() {
+                continue;
+            }
+            self.silently_gone[place] = true;
+            // A run that has read the page keeps what it held: no less right than zeros.
+            if self.shared.table.state(page) != State::Busy {
+                self.allowed[place].clear();
+            }
+            if !self.allowed[place].contains(&self.zero) {
+                self.allowed[place].push(self.zero.clone());
+            }
         }
     }
 
@@ -69,6 +89,9 @@ impl World {
         };
         if self.random.chance(300) {
             self.vcpus[number].place = page;
+        }
+        if !self.is_there(page) {
+            return;
         }
         let store = self
             .random
@@ -194,6 +217,10 @@ impl World {
         request.accesses_left -= 1;
         let (run, write) = (request.run, request.write);
         let page = run.first.0 + self.random.below(u64::from(run.count)) as u32;
+        if !self.is_there(page) {
+            // The guest unplugged what its device uses, and gets an error.
+            return Ok(true);
+        }
         let Some(contents) = &self.memory[page as usize] else {
             return fail(
                 Check::PinnedHole,

@@ -3,15 +3,18 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use outram_backend::engine::shard::Shard;
 use outram_backend::engine::slots::SlabRef;
 use outram_backend::engine::stats::FaultKind;
 use outram_backend::engine::table::State;
 use outram_backend::engine::{PageIndex, PageRun};
 
+use crate::plugging::{Presence, changing_part};
+use crate::ports::SimPorts;
 use crate::sabotage::Sabotage;
 use crate::servers::SERVERS;
-use crate::steps::Simulation;
-use crate::world::{Check, SHARD_PAGES, SHARDS, STAGING_MOST, Violation, fail};
+use crate::steps::{PINNED_MOST, Simulation};
+use crate::world::{Check, Memory, PAGES, SHARD_PAGES, SHARDS, STAGING_MOST, Violation, fail};
 
 /// Smallest limit that the simulated operator sets; far above what the device pins.
 const LIMIT_LEAST: u32 = 24;
@@ -21,7 +24,7 @@ const STEPS_TO_REST_MOST: u64 = 100_000;
 impl Simulation {
     /// The operator changes the limit; every shard is told.
     fn tune(&mut self) {
-        {
+        if !self.world.borrow().homing {
             let world = &mut *self.world.borrow_mut();
             let limit = world.random.between(LIMIT_LEAST, 150);
             let staging = world.random.between(6, STAGING_MOST);
@@ -48,17 +51,81 @@ impl Simulation {
     /// Something goes wrong.
     pub(crate) fn mishap(&mut self) {
         let server = self.roll(SERVERS as u64) as usize;
-        match self.roll(100) {
+        let is_hugetlbfs = self.world.borrow().kind == Memory::Hugetlbfs;
+        if is_hugetlbfs && self.chance(200) {
+            // Others take from the pool, or give back to it.
+            let left = [0, 0, 3, PAGES][self.roll(4) as usize];
+            self.world.borrow_mut().pool_left = left;
+        }
+        // Huge pages are not brought home, nor plugged.
+        let moves = !is_hugetlbfs;
+        // On hugetlbfs nothing heals a lost page: few of them, or soon all are.
+        let loses = !is_hugetlbfs || self.chance(30);
+        match self.roll(110) {
+            60..66 if !loses => {}
             0..12 => self.world.borrow_mut().set_connected(server, false),
             12..40 => self.world.borrow_mut().set_connected(server, true),
             40..60 => self.tune(),
             60..62 => self.world.borrow_mut().restart_empty(server),
             62..66 => self.world.borrow_mut().flip_stored_bit(),
             66..70 => self.vacate(),
-            70..80 => self.freeze(),
+            70..76 => self.freeze(),
+            76..79 if moves => self.start_homing(),
+            79 => self.stop_homing(),
+            100.. if moves => self.plug_or_unplug(),
             _ => self.thaw(),
         }
         self.tell_lost_groups();
+    }
+
+    /// The operator wants everything home: the limit is lifted, and every shard is told.
+    fn start_homing(&mut self) {
+        if std::mem::replace(&mut self.world.borrow_mut().homing, true) {
+            return;
+        }
+        let keeps_limit = self.world.borrow().is(Sabotage::KeepLimit);
+        if !keeps_limit {
+            self.world.borrow_mut().limit = 2 * u64::from(PAGES);
+            self.shared.budget.set_limit(2 * u64::from(PAGES));
+        }
+        for shard in 0..SHARDS {
+            self.empty_inbox(shard);
+            self.shards[shard].start_homing();
+            self.shards[shard].pump();
+        }
+    }
+
+    /// It is called off, or done.
+    fn stop_homing(&mut self) {
+        if !std::mem::take(&mut self.world.borrow_mut().homing) {
+            return;
+        }
+        self.tune();
+        for shard in 0..SHARDS {
+            self.empty_inbox(shard);
+            self.shards[shard].stop_homing();
+            self.shards[shard].pump();
+        }
+    }
+
+    /// Once all shards say that they are home they are: from then on the kernel alone could answer
+    /// for every page, whatever goes on. It begins anew later.
+    pub(crate) fn arrive_home(&mut self) -> Result<(), Violation> {
+        let is_home = |shard: &Shard<SimPorts>| shard.may_be_released();
+        if !self.world.borrow().homing || !self.shards.iter().all(is_home) {
+            return Ok(());
+        }
+        for page in (0..PAGES).map(PageIndex) {
+            let entry = self.shared.table.load(page);
+            if !matches!(entry.state, State::Absent | State::Resident | State::Lost) {
+                return fail(Check::NotHome, format!("page {page}: {entry:?}"));
+            }
+        }
+        self.homecomings += 1;
+        if self.calm || self.chance(50) {
+            self.stop_homing();
+        }
+        Ok(())
     }
 
     /// Each shard hears of lost slabs at its own time.
@@ -115,7 +182,8 @@ impl Simulation {
                 count: 16,
             };
             let busy = |page| world.shared.table.state(page) == State::Busy;
-            if world.uffds[shard].frozen.is_some() || run.pages().any(busy) {
+            if world.uffds[shard].frozen.is_some() || !world.are_there(run) || run.pages().any(busy)
+            {
                 return;
             }
             world.uffds[shard].frozen = Some(run);
@@ -132,6 +200,9 @@ impl Simulation {
             if self.world.borrow_mut().uffds[shard].frozen.take().is_some() {
                 self.empty_inbox(shard);
                 self.shards[shard].thaw();
+                if self.world.borrow().changing_parts[shard] == Presence::Unmapped {
+                    self.shards[shard].freeze(changing_part(shard));
+                }
                 self.shards[shard].pump();
             }
         }
@@ -146,6 +217,13 @@ impl Simulation {
         }
         self.tell_lost_groups();
         self.thaw();
+        self.finish_unplugging();
+        {
+            // Where it has no page of its own to give up, it can only wait; and what the device pins
+            // it may not give up.
+            let left = &mut self.world.borrow_mut().pool_left;
+            *left = (*left).max(PINNED_MOST + 1);
+        }
         let mut steps = 0;
         while self.step()? {
             steps += 1;
@@ -156,6 +234,9 @@ impl Simulation {
                     format!("no end: {:?}: {:?}", self.possible(), world.summary()),
                 );
             }
+        }
+        if self.world.borrow().homing {
+            return fail(Check::Stuck, "all is quiet, and not everything is home");
         }
         self.world.borrow().check_quiet()?;
         self.calm = false;
@@ -180,8 +261,29 @@ impl Simulation {
             ("write-backs", stats.written_back.get()),
             ("removals", stats.removed.get()),
             ("waits for room", stats.stalls_limit.get()),
+            (
+                "waits for the pool",
+                match self.world.borrow().kind {
+                    Memory::Tmpfs => 1,
+                    Memory::Hugetlbfs => stats.stalls_pool.get(),
+                },
+            ),
             ("waits for a server", stats.stalls_server.get()),
             ("duplicates", stats.duplicates.get()),
+            (
+                "homecomings",
+                match self.world.borrow().kind {
+                    Memory::Tmpfs => self.homecomings,
+                    Memory::Hugetlbfs => 1,
+                },
+            ),
+            (
+                "plugged parts",
+                match self.world.borrow().kind {
+                    Memory::Tmpfs => self.plugged,
+                    Memory::Hugetlbfs => 1,
+                },
+            ),
         ]) {
             assert!(count > 0, "no {name} in {steps} steps");
         }

@@ -13,7 +13,7 @@ use outram_backend::engine::{
 use crate::contents::Contents;
 use crate::sabotage::Sabotage;
 use crate::servers::{FetchInFlight, LiveFetch};
-use crate::world::{OutRun, SHARDS, World};
+use crate::world::{Memory, OutRun, SHARDS, World};
 
 /// A shard's owner's hands.
 pub(crate) struct SimPorts {
@@ -27,9 +27,18 @@ impl World {
         if self.is_changing(shard) || self.random.chance(5) {
             return Install::Again;
         }
+        if !self.is_there(page.0) {
+            return Install::Gone;
+        }
         let place = page.0 as usize;
         if self.memory[place].is_some() {
             return Install::Exists;
+        }
+        if self.kind == Memory::Hugetlbfs {
+            if self.pool_left == 0 {
+                return Install::PoolEmpty;
+            }
+            self.pool_left -= 1;
         }
         self.memory[place] = Some(contents);
         self.protected[place] = wp;
@@ -76,6 +85,9 @@ impl Ports for SimPorts {
         let world = &mut *self.world.borrow_mut();
         if world.is_changing(self.shard) || world.random.chance(5) {
             return Install::Again;
+        }
+        if !world.is_there(page.0) {
+            return Install::Gone;
         }
         world.protected[page.0 as usize] = false;
         world.wake(PageRun::single(page));
@@ -174,6 +186,9 @@ impl EvictionPorts for SimEvictor {
     fn protect(&mut self, run: PageRun) -> Result<(), EvictionError> {
         self.refuses()?;
         let world = &mut *self.world.borrow_mut();
+        if !world.are_there(run) {
+            return Err(EvictionError::Gone);
+        }
         for page in run.pages() {
             let place = page.0 as usize;
             if !world.is(Sabotage::SkipProtect) {
@@ -210,7 +225,7 @@ impl EvictionPorts for SimEvictor {
             Err(_) => world.random.below(u64::from(run.count)),
         };
         for page in run.pages().take(count as usize) {
-            world.memory[page.0 as usize] = None;
+            world.take_out(page);
         }
         refused
     }

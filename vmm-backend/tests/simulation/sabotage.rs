@@ -51,6 +51,12 @@ pub(crate) enum Sabotage {
     MissGauge,
     /// A pinned page is punched.
     PunchPinned,
+    /// Pages are still evicted while everything is brought home.
+    KeepLimit,
+    /// The engine is not told that memory was unplugged.
+    DropUnplug,
+    /// An entry of unplugged memory is made anew.
+    KeepUnplugged,
 }
 
 impl Sabotage {
@@ -77,6 +83,9 @@ impl Sabotage {
         (Self::KeepUncounted, &[Check::Slots]),
         (Self::MissGauge, &[Check::Gauges]),
         (Self::PunchPinned, &[Check::PinnedHole, Check::NoCopy]),
+        (Self::KeepLimit, &[Check::NotHome, Check::Stuck]),
+        (Self::DropUnplug, &[Check::Stuck, Check::Budget]),
+        (Self::KeepUnplugged, &[Check::Kept]),
     ];
 }
 

@@ -13,18 +13,19 @@ use outram_backend::engine::staging::StagingPool;
 use outram_backend::engine::stats::Stats;
 use outram_backend::engine::table::PageTable;
 use outram_backend::engine::tag::TagKey;
-use outram_backend::engine::{PageIndex, PageRun, PinId, Shared, SharedRef};
+use outram_backend::engine::{PageIndex, PageRun, PageSize, PinId, Shared, SharedRef};
 
-use crate::contents::Store;
+use crate::plugging::{changing_part, lasting_part};
 use crate::ports::{SimEvictor, SimPorts};
 use crate::sabotage::Sabotage;
 use crate::servers::{SERVERS, Started};
 use crate::world::{
-    DeviceRequest, Message, OutRun, PAGES, SHARD_PAGES, SHARDS, Uffd, Vcpu, Violation, World,
-    shard_of,
+    DeviceRequest, Memory, Message, OutRun, PAGES, SHARD_PAGES, SHARDS, Uffd, Vcpu, Violation,
+    World, shard_of,
 };
 
-const PINNED_MOST: u32 = 6;
+/// Pages that the device pins at a time, at most.
+pub(crate) const PINNED_MOST: u32 = 6;
 
 /// Something that may happen.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +53,10 @@ pub(crate) struct Simulation {
     next_pin: u64,
     /// The guest issues nothing new, and nothing new goes wrong.
     pub(crate) calm: bool,
+    /// Moments at which everything was home.
+    pub(crate) homecomings: u64,
+    /// Times that memory was plugged.
+    pub(crate) plugged: u64,
     /// How much more often than usual each action comes: other weather, other interleavings.
     weather: [u64; ACTIONS],
 }
@@ -59,33 +64,38 @@ pub(crate) struct Simulation {
 const ACTIONS: usize = 14;
 
 fn shared() -> SharedRef {
-    let stats = Stats::new();
-    stats.found(u64::from(PAGES));
     Arc::new(Shared {
+        page_size: PageSize::BASE,
         table: PageTable::in_memory(PAGES),
-        budget: Budget::new(80),
+        budget: Budget::new(80, PageSize::BASE),
         staging: StagingPool::new(24),
         slots: SlotPool::new(SERVERS),
         key: TagKey::new([7; 32]),
-        stats,
+        stats: Stats::new(),
     })
 }
 
 impl Simulation {
-    pub(crate) fn new(seed: u64, sabotage: Option<Sabotage>) -> Self {
+    pub(crate) fn new(seed: u64, memory: Memory, sabotage: Option<Sabotage>) -> Self {
         let shared = shared();
         shared.slots.set_keep_allowance(30);
-        let world = World::new(seed, Arc::clone(&shared), sabotage);
+        let world = World::new(seed, Arc::clone(&shared), memory, sabotage);
         let world = Rc::new(RefCell::new(world));
-        let shards = (0..SHARDS).map(|shard| {
+        let shards = (0..SHARDS).map(|number| {
             let range = PageRun {
-                first: PageIndex(shard as u32 * SHARD_PAGES),
+                first: PageIndex(number as u32 * SHARD_PAGES),
                 count: SHARD_PAGES,
             };
             let world = Rc::clone(&world);
-            let ports = SimPorts { shard, world };
+            let ports = SimPorts {
+                shard: number,
+                world,
+            };
             let policy = Box::new(TwoQueues::new(range));
-            Shard::new(range, Arc::clone(&shared), ports, policy)
+            let mut shard = Shard::new(range, Arc::clone(&shared), ports, policy);
+            shard.plug(lasting_part(number));
+            shard.plug(changing_part(number));
+            shard
         });
         let mut simulation = Self {
             shards: shards.collect(),
@@ -94,6 +104,8 @@ impl Simulation {
             shared,
             next_pin: 0,
             calm: false,
+            homecomings: 0,
+            plugged: 0,
             weather: [10; ACTIONS],
         };
         simulation.adopt_populated();
@@ -106,13 +118,9 @@ impl Simulation {
     /// The guest's firmware lies in memory before the pager comes.
     fn adopt_populated(&mut self) {
         for page in 0..PAGES / 3 {
-            let mut world = self.world.borrow_mut();
-            let store = Store::random(&mut world.random);
-            let contents = world.zero.with(store);
-            world.memory[page as usize] = Some(contents.clone());
-            world.allowed[page as usize] = vec![contents];
-            drop(world);
-            self.shards[shard_of(page)].adopt_populated(PageIndex(page));
+            if self.world.borrow().is_there(page) {
+                self.populate(PageIndex(page));
+            }
         }
     }
 
@@ -147,11 +155,7 @@ impl Simulation {
             (80, Action::Write, !world.servers.writes.is_empty()),
             (80, Action::Fetch, !world.servers.fetches.is_empty()),
             (40, Action::Alert, world.alerted.contains(&true)),
-            (
-                20,
-                Action::Retry,
-                self.shards.iter().any(Shard::has_retries),
-            ),
+            (20, Action::Retry, self.shards.iter().any(Self::tries_again)),
             (20, Action::Device, !self.calm || !world.device.is_empty()),
             (3, Action::Discard, !self.calm),
             (6, Action::Mishap, !self.calm),
@@ -165,6 +169,7 @@ impl Simulation {
 
     /// One step, and the check of everything after it. False where nothing can happen.
     pub(crate) fn step(&mut self) -> Result<bool, Violation> {
+        self.arrive_home()?;
         let used_before = self.shared.budget.used();
         let possible = self.possible();
         let weights: u64 = possible.iter().map(|(weight, _)| weight).sum();
@@ -179,10 +184,12 @@ impl Simulation {
             }
             dice -= weight;
         }
+        self.see_off();
         self.sabotage();
         let mut world = self.world.borrow_mut();
         world.clock_us += 1;
-        world.check(&self.shards, used_before)?;
+        let brought = std::mem::take(&mut world.brought);
+        world.check(&self.shards, used_before + brought)?;
         Ok(true)
     }
 
@@ -373,9 +380,13 @@ impl Simulation {
         }
     }
 
+    fn tries_again(shard: &Shard<SimPorts>) -> bool {
+        shard.has_retries() || shard.has_more_to_bring() || shard.waits_for_pool()
+    }
+
     fn retry(&mut self) {
         for shard in 0..SHARDS {
-            if self.shards[shard].has_retries() {
+            if Self::tries_again(&self.shards[shard]) {
                 self.empty_inbox(shard);
                 self.shards[shard].pump();
             }
@@ -426,6 +437,9 @@ impl Simulation {
                 first: PageIndex(first),
                 count,
             };
+            if !world.are_there(run) {
+                return;
+            }
             run.pages()
                 .for_each(|page| world.device_pages[page.0 as usize] += 1);
             let (write, accesses_left) = (world.random.chance(500), world.random.between(1, 6));

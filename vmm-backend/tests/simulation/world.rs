@@ -13,6 +13,7 @@ use outram_backend::engine::shard::Fault;
 use outram_backend::engine::{PageIndex, PageRun, PinId, PinRefused, SharedRef, StagedPage};
 
 use crate::contents::{Contents, Store};
+use crate::plugging::Presence;
 use crate::random::Random;
 use crate::sabotage::Sabotage;
 use crate::servers::{LiveFetch, Servers};
@@ -22,6 +23,15 @@ pub(crate) const SHARD_PAGES: u32 = 64;
 pub(crate) const PAGES: u32 = SHARDS as u32 * SHARD_PAGES;
 pub(crate) const STAGING_MOST: u32 = 64;
 pub(crate) const LIMIT_FIRST: u64 = 80;
+
+/// Where the guest's memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// On tmpfs: discards raise an event, and memory is never short.
+    Tmpfs,
+    /// On hugetlbfs: discards raise none, and pages come from a pool that may be empty.
+    Hugetlbfs,
+}
 
 /// Which check failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +64,10 @@ pub(crate) enum Check {
     Stray,
     /// A pinned page is not there.
     PinnedHole,
+    /// All is said to be home, and a page is elsewhere.
+    NotHome,
+    /// Something is kept of memory that was unplugged.
+    Kept,
 }
 
 /// A check that failed.
@@ -158,6 +172,12 @@ pub(crate) struct World {
     pub(crate) allowed: Vec<Vec<Contents>>,
     /// Discards of each page that the engine has not dealt with.
     pub(crate) discarding: Vec<u32>,
+    /// Where the memory lies.
+    pub(crate) kind: Memory,
+    /// Pages discarded without an event, and not there again since.
+    pub(crate) silently_gone: Vec<bool>,
+    /// Pages left in the host's pool.
+    pub(crate) pool_left: u32,
     /// Discards of each page whose callers have not gone on.
     pub(crate) unreturned: Vec<u32>,
     /// Of those not dealt with, the ones that end with the page's run.
@@ -166,6 +186,11 @@ pub(crate) struct World {
     pub(crate) may_be_lost: BTreeSet<u32>,
     pub(crate) vcpus: Vec<Vcpu>,
     pub(crate) uffds: Vec<Uffd>,
+    /// Of each shard, the memory that comes and goes.
+    pub(crate) changing_parts: [Presence; SHARDS],
+    /// Pages that were there already when memory was plugged in this step: the engine has to take
+    /// them, whatever its limit.
+    pub(crate) brought: u64,
     pub(crate) staging: Vec<Option<Contents>>,
     pub(crate) runs: Vec<OutRun>,
     pub(crate) orders: VecDeque<(usize, StagedPage)>,
@@ -184,6 +209,8 @@ pub(crate) struct World {
     pub(crate) hot: (u32, u32),
     /// The operator's limit.
     pub(crate) limit: u64,
+    /// Everything is being brought home.
+    pub(crate) homing: bool,
     /// Staging slots with memory before the step.
     pub(crate) backed_before: u64,
 }
@@ -194,7 +221,12 @@ pub(crate) fn shard_of(page: u32) -> usize {
 }
 
 impl World {
-    pub(crate) fn new(seed: u64, shared: SharedRef, sabotage: Option<Sabotage>) -> Self {
+    pub(crate) fn new(
+        seed: u64,
+        shared: SharedRef,
+        kind: Memory,
+        sabotage: Option<Sabotage>,
+    ) -> Self {
         let zero = Contents::filled(0);
         Self {
             random: Random::new(seed),
@@ -204,11 +236,16 @@ impl World {
             protected: vec![false; PAGES as usize],
             allowed: vec![vec![zero.clone()]; PAGES as usize],
             discarding: vec![0; PAGES as usize],
+            kind,
+            silently_gone: vec![false; PAGES as usize],
+            pool_left: PAGES,
             unreturned: vec![0; PAGES as usize],
             deferred: vec![0; PAGES as usize],
             may_be_lost: BTreeSet::new(),
             vcpus: vec![Vcpu::default(); 6],
             uffds: (0..SHARDS).map(|_| Uffd::default()).collect(),
+            changing_parts: [Presence::There; SHARDS],
+            brought: 0,
             staging: vec![None; STAGING_MOST as usize],
             runs: Vec::new(),
             orders: VecDeque::new(),
@@ -223,6 +260,7 @@ impl World {
             late_lifts: Vec::new(),
             hot: (0, PAGES),
             limit: LIMIT_FIRST,
+            homing: false,
             backed_before: 0,
         }
     }
@@ -233,6 +271,13 @@ impl World {
 
     pub(crate) fn is_changing(&self, shard: usize) -> bool {
         self.uffds[shard].changing > 0
+    }
+
+    /// A page leaves the guest's memory; its bytes, if it was there.
+    pub(crate) fn take_out(&mut self, page: PageIndex) -> Option<Contents> {
+        let contents = self.memory[page.0 as usize].take();
+        self.pool_left += u32::from(contents.is_some());
+        contents
     }
 
     /// Ends every wait in a range, and forgets messages not yet read.

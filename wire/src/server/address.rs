@@ -6,7 +6,7 @@ use std::str::FromStr;
 use super::DEFAULT_PORT;
 
 /// Where a memory server listens: `host`, `host:port`, `192.0.2.1:port` or `[2001:db8::1]:port`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServerAddress {
     host: String,
     port: u16,

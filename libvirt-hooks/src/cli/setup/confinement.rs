@@ -1,11 +1,12 @@
 //! AppArmor's rules for QEMU, where libvirt came with rules of its own.
 
 use std::fs;
+use std::path::Path;
 
 use anyhow::Result;
 
 use super::Setup;
-use crate::apparmor::{AppArmor, INCLUDE_LINE, RULES};
+use crate::apparmor::{self, AppArmor, INCLUDE_LINE, RULES};
 
 impl Setup<'_> {
     /// Puts our rules in force.
@@ -27,6 +28,38 @@ impl Setup<'_> {
             text.push('\n');
         }
         self.file(&found.site, &(text + INCLUDE_LINE))?;
+        Ok(())
+    }
+
+    /// Lets libvirt's daemons start the hook: before it is there, for a hook that cannot be started
+    /// fails the start of every domain.
+    pub(super) fn let_libvirt_start(&mut self, hook: &Path) -> Result<()> {
+        self.daemons_may_start(Some(hook))
+    }
+
+    /// Takes that back: after the hook is gone.
+    pub(super) fn let_libvirt_start_no_hook(&mut self) -> Result<()> {
+        self.daemons_may_start(None)
+    }
+
+    fn daemons_may_start(&mut self, hook: Option<&Path>) -> Result<()> {
+        let Some(found) = AppArmor::below(&self.prefix) else {
+            return Ok(());
+        };
+        for daemon in found.daemons {
+            let (there, wanted) = daemon.additions(hook);
+            if there.trim_end() == wanted.trim_end() {
+                continue;
+            }
+            self.file(&daemon.site, &wanted)?;
+            let profile = &daemon.profile;
+            if self.is_live()
+                && apparmor::is_enabled()
+                && self.doing(&format!("load AppArmor's profile {}", profile.display()))
+            {
+                apparmor::load(profile)?;
+            }
+        }
         Ok(())
     }
 

@@ -166,6 +166,8 @@ pub fn state_word(state: State) -> &'static str {
         State::Serving => "serving",
         State::Stalled => "stalled",
         State::Stopped => "stopped",
+        State::Homing => "homing",
+        State::Released => "released",
         State::Refused => "refused",
         State::Ending => "ending",
         State::Silent => "silent",

@@ -8,8 +8,11 @@
 //! After any batch of events the caller calls [`Shard::pump`], which retries what could not be
 //! done, gives room to those who wait for it, and hands out runs to evict.
 
+mod homing;
 mod moving;
+mod parts;
 mod pins;
+mod pool;
 mod reclaim;
 #[cfg(test)]
 mod tests;
@@ -20,12 +23,14 @@ use super::eviction::Punching;
 use super::policy::{Arrival, Policy};
 use super::stats::FaultKind;
 use super::table::{Entry, State};
-use super::{Fetch, FetchId, Install, PageIndex, PageRun, PinId, Ports, SharedRef};
+use super::{Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SharedRef};
 use crate::engine::staging::Ticket;
+use homing::Homing;
 use pins::PinRequest;
 
-/// Pages made zero ahead of a guest that touches its memory in order, at most.
-const ZERO_AHEAD_MOST: u32 = 16;
+/// Bytes made zero ahead of a guest that touches its memory in order, at most; none where a page is
+/// larger.
+const ZERO_AHEAD_BYTES: u64 = 64 << 10;
 
 /// Reads of one page before bytes that do not match their tag are believed to be wrong for good.
 const FETCH_ATTEMPTS: u32 = 2;
@@ -57,6 +62,8 @@ enum Wait {
     Fetch { id: FetchId, attempt: u32 },
     /// The VMM's mappings to settle.
     Retry,
+    /// A page of the host's pool.
+    Pool,
     /// Nothing: the page is lost.
     Lost,
 }
@@ -84,15 +91,21 @@ impl Pending {
     }
 }
 
-/// The owner of a range of pages.
+/// The owner of a range of the page table. Which of its pages there are, [`Shard::plug`] and
+/// [`Shard::unplug`] say.
 pub struct Shard<P: Ports> {
     range: PageRun,
+    /// Stretches of pages that are there, in order; between any two is at least one that is not.
+    parts: Vec<PageRun>,
+    /// Parts whose memory is gone, and that something in work still refers to.
+    unplugging: Vec<PageRun>,
     shared: SharedRef,
     ports: P,
     policy: Box<dyn Policy>,
     pending: HashMap<PageIndex, Pending>,
     waiting_for_room: VecDeque<PageIndex>,
     retries: Vec<PageIndex>,
+    waiting_for_pool: Vec<PageIndex>,
     /// Pages given back while busy, and whether that holds if their run takes them out.
     removed_while_busy: HashMap<PageIndex, bool>,
     /// Runs of pages whose mapping is in doubt: not to be evicted.
@@ -105,6 +118,8 @@ pub struct Shard<P: Ports> {
     move_waits: bool,
     /// Staging slots for pages on their way.
     moving: HashMap<PageIndex, Ticket>,
+    /// How far its pages have come home, while they are brought there.
+    homing: Option<Homing>,
     next_fetch: u64,
     runs_out: Vec<(PageRun, Punching)>,
     resident: u64,
@@ -114,19 +129,25 @@ pub struct Shard<P: Ports> {
     zero_ahead: u32,
     /// Time that answered faults have waited.
     answered_wait_us: u64,
+    /// A page's worth of room, to be filled with a word.
+    filler: Box<[u8]>,
 }
 
 impl<P: Ports> Shard<P> {
-    /// The owner of `range`, whose pages are as the table says.
+    /// The owner of `range`, without any pages yet.
     pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
+        let filler = vec![0; shared.page_size.length()].into();
         Self {
             range,
+            parts: Vec::new(),
+            unplugging: Vec::new(),
             shared,
             ports,
             policy,
             pending: HashMap::new(),
             waiting_for_room: VecDeque::new(),
             retries: Vec::new(),
+            waiting_for_pool: Vec::new(),
             removed_while_busy: HashMap::new(),
             frozen: Vec::new(),
             pins: HashMap::new(),
@@ -134,6 +155,7 @@ impl<P: Ports> Shard<P> {
             to_move: VecDeque::new(),
             move_waits: false,
             moving: HashMap::new(),
+            homing: None,
             next_fetch: 0,
             runs_out: Vec::new(),
             resident: 0,
@@ -142,6 +164,7 @@ impl<P: Ports> Shard<P> {
             next_zero: range.first,
             zero_ahead: 1,
             answered_wait_us: 0,
+            filler,
         }
     }
 
@@ -211,6 +234,10 @@ impl<P: Ports> Shard<P> {
             self.range.contains(page),
             "a fault on page {page} of another shard"
         );
+        if !self.is_plugged(page) {
+            // The message was older than the end of its memory.
+            return self.ports.wake(PageRun::single(page));
+        }
         if let Some(pending) = self.pending.get_mut(&page) {
             // Another vCPU, or the same once more after a signal: one answer wakes them all.
             if let Some(known) = &mut pending.fault {
@@ -235,11 +262,25 @@ impl<P: Ports> Shard<P> {
     /// The guest gave pages back (balloon, free-page reporting).
     pub fn on_removed(&mut self, run: PageRun) {
         for page in run.pages() {
+            if !self.is_plugged(page) {
+                continue;
+            }
             if self.shared.table.state(page) == State::Busy {
                 let is_certain = self.is_punched_by_guest(page);
                 *self.removed_while_busy.entry(page).or_default() |= is_certain;
             } else {
                 self.remove(page);
+            }
+        }
+    }
+
+    /// The VMM dropped its mapping of pages, and with it what was known of stores to them; the
+    /// pages stay.
+    pub fn on_mapping_dropped(&mut self, run: PageRun) {
+        for page in run.pages() {
+            let entry = self.shared.table.load(page);
+            if entry.state == State::Resident {
+                self.keep_as_dirty(page, entry);
             }
         }
     }
@@ -297,7 +338,7 @@ impl<P: Ports> Shard<P> {
 
     /// Slabs are gone for good, with all that lay in them.
     pub fn on_groups_lost(&mut self, groups: &HashSet<u32>) {
-        for page in self.range.pages() {
+        for page in self.parts.clone().into_iter().flat_map(PageRun::pages) {
             let entry = self.shared.table.load(page);
             if !entry.slot.is_some_and(|slot| groups.contains(&slot.group)) {
                 continue;
@@ -379,6 +420,7 @@ impl<P: Ports> Shard<P> {
     /// Brings everything forward that waits for something else than an event.
     pub fn pump(&mut self) {
         self.retry();
+        self.look_into_pool();
         while self.shared.budget.used() < self.shared.budget.limit() {
             let Some(page) = self.waiting_for_room.pop_front() else {
                 break;
@@ -389,6 +431,7 @@ impl<P: Ports> Shard<P> {
             }
         }
         self.move_pages();
+        self.bring_home();
         self.schedule_runs();
     }
 
@@ -450,6 +493,7 @@ impl<P: Ports> Shard<P> {
                 self.shared.budget.end_waiting();
             }
             Wait::Retry => self.retries.retain(|retry| *retry != page),
+            Wait::Pool => self.leave_pool_queue(page),
             _ => {}
         }
     }
@@ -478,8 +522,8 @@ impl<P: Ports> Shard<P> {
                 },
             );
             match self.ports.unprotect(page) {
-                Install::Again => return self.retry_later(page, pending),
-                Install::Gone => return,
+                Install::Again | Install::PoolEmpty => return self.retry_later(page, pending),
+                Install::Gone => return self.refuse_pins_of(&pending, PinRefused::Unplugged),
                 Install::Done | Install::Exists => {}
             }
             self.complete(page, FaultKind::Protected, pending);
@@ -535,18 +579,29 @@ impl<P: Ports> Shard<P> {
                 self.shared.budget.release(1);
                 self.retry_later(page, pending);
             }
-            Install::Gone => self.shared.budget.release(1),
+            Install::PoolEmpty => {
+                self.shared.budget.release(1);
+                self.wait_for_pool(page, pending);
+            }
+            Install::Gone => {
+                // Whoever faulted is woken when it is known what became of the mapping: before
+                // that it would find the zeros of one that nobody watches.
+                self.shared.budget.release(1);
+                self.refuse_pins_of(&pending, PinRefused::Unplugged);
+            }
         }
     }
 
     fn zero_fill(&mut self, page: PageIndex, pending: Pending) {
+        let most = self.shared.page_size.pages_in(ZERO_AHEAD_BYTES, 1) as u32;
         self.zero_ahead = match page == self.next_zero {
-            true => (self.zero_ahead * 2).min(ZERO_AHEAD_MOST),
+            true => (self.zero_ahead * 2).min(most),
             false => 1,
         };
+        let part = self.part_of(page);
         let ahead = (1..self.zero_ahead)
             .map(|offset| PageIndex(page.0 + offset))
-            .take_while(|next| self.range.contains(*next))
+            .take_while(|next| part.is_some_and(|part| part.contains(*next)))
             .take_while(|next| self.shared.table.state(*next) == State::Absent)
             .take_while(|next| !self.pending.contains_key(next))
             .count() as u64;
@@ -577,11 +632,10 @@ impl<P: Ports> Shard<P> {
         let how = if word == 0 {
             self.ports.zero(PageRun::single(page)).1
         } else {
-            let mut bytes = [0; super::PAGE_SIZE];
-            bytes
+            self.filler
                 .chunks_exact_mut(8)
                 .for_each(|chunk| chunk.copy_from_slice(&word.to_ne_bytes()));
-            self.ports.copy(page, &bytes, false)
+            self.ports.copy(page, &self.filler, false)
         };
         let next = entry.into_dirty_resident();
         self.end_install(page, how, next, Arrival::New, FaultKind::Filled, pending);
@@ -649,6 +703,13 @@ impl<P: Ports> Shard<P> {
         {
             self.shared.slots.free(slot);
         }
+        if how == Install::PoolEmpty
+            && let Some(ticket) = self.staging_slot()
+        {
+            // Its bytes need not come over the wire again.
+            self.stage_moved(page, entry, bytes, ticket);
+            return self.wait_for_pool(page, pending);
+        }
         self.end_install(page, how, next, Arrival::New, FaultKind::Remote, pending);
     }
 
@@ -671,7 +732,7 @@ impl<P: Ports> Shard<P> {
                 },
             );
         }
-        self.refuse_pins_of(&pending);
+        self.refuse_pins_of(&pending, PinRefused::Lost);
         if pending.fault.is_some() {
             self.shared.stats.lost_faults.count();
             self.wait_for(
@@ -692,7 +753,21 @@ impl<P: Ports> Shard<P> {
         if resident && self.ports.is_present(page) {
             return self.keep_as_dirty(page, entry);
         }
-        if resident {
+        if entry.state != State::Absent {
+            self.shared.stats.removed.count();
+        }
+        self.clear(page, entry);
+        // Whoever waits for the old bytes gets zeros.
+        if let Some(pending) = self.end_waiting(page)
+            && !pending.is_idle()
+        {
+            self.resolve(page, pending);
+        }
+    }
+
+    /// Frees all that a page holds anywhere. It is not busy.
+    fn clear(&mut self, page: PageIndex, entry: Entry) {
+        if entry.state == State::Resident {
             self.shared.budget.release(1);
             self.policy.departed(page);
         }
@@ -703,21 +778,20 @@ impl<P: Ports> Shard<P> {
             self.shared.staging.release(slot);
         }
         if entry.state != State::Absent {
-            self.shared.stats.removed.count();
             self.set(page, entry.into_absent());
         }
-        // Whoever waits for the old bytes gets zeros.
-        if let Some(pending) = self.pending.remove(&page) {
-            if matches!(pending.wait, Wait::Fetch { .. }) {
-                self.shared.budget.release(1);
-            }
-            self.leave_queues(page, pending.wait);
-            let ticket = self.moving.remove(&page);
-            self.end_move(ticket);
-            if !pending.is_idle() {
-                self.resolve(page, pending);
-            }
+    }
+
+    /// Takes those who wait for a page out of every queue.
+    fn end_waiting(&mut self, page: PageIndex) -> Option<Pending> {
+        let pending = self.pending.remove(&page)?;
+        if matches!(pending.wait, Wait::Fetch { .. }) {
+            self.shared.budget.release(1);
         }
+        self.leave_queues(page, pending.wait);
+        let ticket = self.moving.remove(&page);
+        self.end_move(ticket);
+        Some(pending)
     }
 
     fn keep_as_dirty(&mut self, page: PageIndex, entry: Entry) {

@@ -15,7 +15,7 @@ impl<P: Ports> Shard<P> {
 
     /// A group of slabs is wanted back. Nothing new is placed in it already.
     pub fn on_vacate(&mut self, group: u32) {
-        for page in self.range.pages() {
+        for page in self.parts.clone().into_iter().flat_map(PageRun::pages) {
             let entry = self.shared.table.load(page);
             if entry.slot.is_none_or(|slot| slot.group != group) {
                 continue;
@@ -60,12 +60,7 @@ impl<P: Ports> Shard<P> {
                 self.move_waits = true;
                 return self.to_move.push_front(page);
             }
-            let Some(ticket) = self
-                .shared
-                .staging
-                .take(1)
-                .and_then(|taken| taken.into_iter().next())
-            else {
+            let Some(ticket) = self.staging_slot() else {
                 self.shared.budget.release(1);
                 self.shared.staging.note_starved();
                 return self.to_move.push_front(page);
@@ -107,6 +102,11 @@ impl<P: Ports> Shard<P> {
             staging: ticket,
             generation: entry.generation,
         });
+    }
+
+    /// A staging slot, if one is free.
+    pub(super) fn staging_slot(&self) -> Option<Ticket> {
+        self.shared.staging.take(1)?.into_iter().next()
     }
 
     /// Gives a move's staging slot back.

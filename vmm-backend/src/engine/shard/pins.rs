@@ -1,7 +1,6 @@
 //! Pins: pages that our own device reads or writes are brought in, and stay until it is done.
 
 use super::*;
-use crate::engine::PinRefused;
 
 /// A request whose pages are not all there yet.
 #[derive(Debug)]
@@ -22,6 +21,15 @@ impl<P: Ports> Shard<P> {
         if missing == 0 {
             return self.ports.answer_pin(id, Ok(()));
         }
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            assert!(
+                self.range.contains(page),
+                "a pin on page {page} of another shard"
+            );
+            if !self.is_plugged(page) {
+                return self.ports.answer_pin(id, Err(PinRefused::Unplugged));
+            }
+        }
         self.pin_requests.insert(
             id,
             PinRequest {
@@ -31,10 +39,6 @@ impl<P: Ports> Shard<P> {
             },
         );
         for page in runs.iter().flat_map(|run| run.pages()) {
-            assert!(
-                self.range.contains(page),
-                "a pin on page {page} of another shard"
-            );
             if let Some(pending) = self.pending.get_mut(&page)
                 && pending.wait != Wait::Lost
             {
@@ -100,9 +104,9 @@ impl<P: Ports> Shard<P> {
         }
     }
 
-    pub(super) fn refuse_pins_of(&mut self, pending: &Pending) {
+    pub(super) fn refuse_pins_of(&mut self, pending: &Pending, why: PinRefused) {
         for id in &pending.pins {
-            self.refuse_pin(*id, PinRefused::Lost);
+            self.refuse_pin(*id, why);
         }
     }
 

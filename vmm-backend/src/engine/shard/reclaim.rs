@@ -1,7 +1,7 @@
 //! Runs out to evictors and back, and write-back.
 
 use super::*;
-use crate::engine::eviction::{Fate, RUN_PAGES, Run};
+use crate::engine::eviction::{Fate, RUN_BYTES, Run};
 use crate::engine::{SlotId, StagedPage};
 
 /// Runs handed out at once: one in work, one waiting, so that an evictor never idles, and two for
@@ -11,8 +11,9 @@ const RUNS_OUT_MOST: usize = 4;
 impl<P: Ports> Shard<P> {
     /// Hands out runs while the guest is above its watermark.
     pub(super) fn schedule_runs(&mut self) {
+        let run_pages = self.shared.page_size.pages_in(RUN_BYTES, 1) as u32;
         while self.runs_out.len() < RUNS_OUT_MOST && !self.ending {
-            let share = self.share_of_shortage().min(RUN_PAGES);
+            let share = self.share_of_shortage().min(run_pages);
             let most = share.min(self.free_staging(share));
             if most == 0 || !self.hand_out_run(most) {
                 break;
@@ -58,13 +59,17 @@ impl<P: Ports> Shard<P> {
             pins,
             pending,
             frozen,
+            unplugging,
             ..
         } = self;
         let chosen = policy.choose(most, &mut |page| {
             shared.table.state(page) == State::Resident
                 && !pins.contains_key(&page)
                 && !pending.contains_key(&page)
-                && !frozen.iter().any(|run| run.contains(page))
+                && !frozen
+                    .iter()
+                    .chain(&*unplugging)
+                    .any(|run| run.contains(page))
         });
         let count = chosen.map_or(0, |run| run.count);
         for unused in tickets.split_off(count as usize) {
@@ -100,6 +105,10 @@ impl<P: Ports> Shard<P> {
             self.settle_fate(page, *fate);
         }
         for page in run.pages.pages() {
+            if !self.is_plugged(page) {
+                self.forget(page);
+                continue;
+            }
             let stays = self.shared.table.state(page) == State::Resident;
             let removed = self.removed_while_busy.remove(&page);
             if removed.is_some_and(|is_certain| is_certain || stays) {
@@ -113,7 +122,7 @@ impl<P: Ports> Shard<P> {
                 self.resolve(page, pending);
             }
         }
-        if self.shared.budget.waiting() > 0 {
+        if self.shared.budget.waiting() > 0 || self.shared.budget.waiting_for_pool() > 0 {
             self.ports.alert_shards();
         }
     }

@@ -4,6 +4,8 @@
 mod bench;
 mod eviction;
 mod faults;
+mod homing;
+mod parts;
 mod pins;
 mod removal;
 mod room;

@@ -7,7 +7,7 @@ const BACKEND_PATH: &str = "/memfd:memory-backend-memfd";
 
 /// A mapping, or several that lie one after the other in address and file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Mapping {
+pub struct Mapping {
     /// First address.
     pub start: u64,
     /// First address beyond.
@@ -18,6 +18,13 @@ pub(super) struct Mapping {
     pub offset: u64,
     /// The file.
     pub id: MemfdId,
+}
+
+impl Mapping {
+    /// Length in bytes.
+    pub fn length(&self) -> u64 {
+        self.end - self.start
+    }
 }
 
 /// One line; `None` where it is no mapping of a file.

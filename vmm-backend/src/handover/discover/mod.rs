@@ -9,6 +9,7 @@
 //! makes files of those) are told apart by their size; where that fails the guest is refused.
 
 mod cmdline;
+mod folios;
 mod host;
 mod maps;
 mod others;
@@ -21,10 +22,12 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use outram_wire::units::{PageSize, format_size};
+
 use super::{MemfdId, Vmm, kernel};
 use cmdline::{CommandLine, MemoryBackend};
-use maps::Mapping;
 
+pub use maps::Mapping;
 pub use refusal::Refusal;
 
 /// The kind of memory backend that can be paged.
@@ -72,7 +75,6 @@ pub fn guest_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
 }
 
 fn find_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
-    host_requirements()?;
     let line = CommandLine::parse(&read(&proc_path(vmm.pid, "cmdline"))?);
     let backends = line.memory_backends();
     check_backends(&line, &backends)?;
@@ -81,10 +83,12 @@ fn find_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
     let maps = read(&proc_path(vmm.pid, "maps"))?;
     let mappings = maps::of_backends(&String::from_utf8_lossy(&maps));
     let blocks = open_blocks(vmm.pid, mappings, &line, &backends)?;
+    check_page_sizes(&blocks)?;
     check_locked(vmm.pid, &line)?;
     let memfds: Vec<MemfdId> = blocks.iter().map(|block| block.id).collect();
     others::check_other_mappers(vmm.pid, &memfds)?;
     check_preallocated(&blocks, &backends)?;
+    folios::check(vmm.pid, &blocks)?;
     Ok(blocks)
 }
 
@@ -97,14 +101,42 @@ pub fn is_mapped(
     hva: u64,
     length: u64,
 ) -> io::Result<bool> {
-    let maps = std::fs::read(format!("/proc/{pid}/maps"))?;
-    let mappings = maps::of_backends(&String::from_utf8_lossy(&maps));
+    let mappings = backend_mappings(pid)?;
     Ok(mappings.iter().any(|mapping| {
         mapping.id == id
             && mapping.start <= hva
             && hva + length <= mapping.end
             && mapping.offset + (hva - mapping.start) == file_offset
     }))
+}
+
+/// What the VMM `pid` has mapped of memory backends' memfds now, RAM or not.
+pub fn backend_mappings(pid: i32) -> io::Result<Vec<Mapping>> {
+    let maps = fs::read(proc_path(pid, "maps"))?;
+    Ok(maps::of_backends(&String::from_utf8_lossy(&maps)))
+}
+
+/// The block behind a mapping that appeared after the hand-over, or why it must not be paged.
+pub fn plugged_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
+    if !mapping.shared {
+        let text = format!("a block of {} bytes is mapped privately", mapping.length());
+        return Err(Refusal::PrivateMemory(text));
+    }
+    let descriptors = memfds_of(pid)?;
+    let Some((path, _, size)) = descriptors.iter().find(|(_, id, _)| *id == mapping.id) else {
+        let text = format!("no open descriptor for {}", mapping.id);
+        return Err(Refusal::UnknownLayout(text));
+    };
+    if mapping.offset != 0 || mapping.length() != *size {
+        // Seen halfway through a change, perhaps.
+        let length = mapping.length();
+        let text = format!("{length} bytes of a memfd of {size} bytes are mapped");
+        return Err(Refusal::UnknownLayout(text));
+    }
+    let block = open_block(path, mapping, format!("memfd-{}", mapping.id.inode))?;
+    check_seen_locked(pid)?;
+    others::check_other_mappers(pid, &[block.id])?;
+    Ok(block)
 }
 
 /// Whether this host's settings allow paging: shared-memory THP off.
@@ -146,6 +178,11 @@ fn check_locked(pid: i32, line: &CommandLine) -> Result<(), Refusal> {
     {
         return Err(Refusal::Locked);
     }
+    check_seen_locked(pid)
+}
+
+/// Refuses memory that the kernel says is locked.
+fn check_seen_locked(pid: i32) -> Result<(), Refusal> {
     let status = read(&proc_path(pid, "status"))?;
     let status = String::from_utf8_lossy(&status);
     let locked_kib = status
@@ -171,6 +208,25 @@ fn backend_is_locked(smaps: &[u8]) -> bool {
         let flags = line.strip_prefix("VmFlags:").filter(|_| in_backend);
         flags.is_some_and(|flags| flags.split_whitespace().any(|flag| flag == "lo"))
     })
+}
+
+/// Refuses huge pages of another size than 2 MiB, several sizes at once, and base pages where the
+/// host's settings may turn them into large ones.
+fn check_page_sizes(blocks: &[RamBlock]) -> Result<(), Refusal> {
+    let huge = PageSize::HUGE.bytes();
+    for block in blocks {
+        if let Some(bytes) = block.huge_page_bytes.filter(|bytes| *bytes != huge) {
+            return Err(Refusal::HugePages(block.name.clone(), format_size(bytes)));
+        }
+    }
+    let is_huge = |block: &RamBlock| block.huge_page_bytes.is_some();
+    let Some(base) = blocks.iter().find(|block| !is_huge(block)) else {
+        return Ok(());
+    };
+    match blocks.iter().find(|block| is_huge(block)) {
+        Some(other) => Err(Refusal::MixedPages(other.name.clone(), base.name.clone())),
+        None => host::check_shmem_thp(),
+    }
 }
 
 /// Refuses preallocated RAM, except of huge pages, whose pool libvirt fills by itself.
@@ -373,6 +429,33 @@ mod tests {
             sizes(line(64)),
             Err(Refusal::AmbiguousBackend(id)) if id == "shm"
         ));
+    }
+
+    #[test]
+    fn only_one_size_of_pages_is_paged() {
+        let block = |name: &str, huge_page_bytes| RamBlock {
+            name: name.to_owned(),
+            memfd: tempfile::tempfile().expect("a file"),
+            id: MemfdId {
+                device: 0,
+                inode: 0,
+            },
+            file_offset: 0,
+            hva: 0,
+            length: 1 << 30,
+            huge_page_bytes,
+        };
+        let refusal = |sizes: [Option<u64>; 2]| {
+            let blocks = [block("one", sizes[0]), block("two", sizes[1])];
+            check_page_sizes(&blocks)
+                .err()
+                .map(|error| error.to_string())
+        };
+        assert_eq!(refusal([Some(2 << 20); 2]), None);
+        let giga = refusal([Some(2 << 20), Some(1 << 30)]).expect("refused");
+        assert!(giga.contains("two") && giga.contains("1 GiB"), "{giga}");
+        let mixed = refusal([Some(2 << 20), None]).expect("refused");
+        assert!(mixed.contains("one") && mixed.contains("two"), "{mixed}");
     }
 
     #[test]

@@ -39,6 +39,18 @@ pub enum Refusal {
          devices, as libvirt does by itself, or another size"
     )]
     AmbiguousBackend(String),
+    /// Huge pages too large to be moved.
+    #[error(
+        "memory backend '{0}' has pages of {1}: pages of 2 MiB can be paged; change <page size=…/> in \
+         <hugepages> to size='2048' unit='KiB', or remove <hugepages>"
+    )]
+    HugePages(String, String),
+    /// Pages of several sizes.
+    #[error(
+        "memory backend '{0}' has huge pages and '{1}' has not: all of a guest's memory must have pages \
+         of one size; let <hugepages> cover all NUMA cells and memory devices, or remove it"
+    )]
+    MixedPages(String, String),
     /// RAM is populated at start.
     #[error(
         "memory backend '{0}' is preallocated, which contradicts paging: remove \
@@ -85,6 +97,17 @@ pub enum Refusal {
          <cpu …><feature policy='disable' name='vmx'/></cpu>"
     )]
     NestedVmx,
+    /// Guest RAM is partly huge pages from before shared-memory THP was turned off.
+    #[error(
+        "guest RAM '{name}' holds huge pages (at {offset:#x}) from a time when shared-memory huge pages \
+         were on, and punching a part of one destroys data: shut the guest down and start it again"
+    )]
+    LargeFolio {
+        /// The memory backend's id.
+        name: String,
+        /// Where in it.
+        offset: u64,
+    },
     /// Shared-memory THP is on.
     #[error(
         "shared-memory huge pages are on ({path} is '{setting}'), and punching a part of one destroys \

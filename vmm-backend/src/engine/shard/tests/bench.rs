@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
+use outram_wire::units::PAGE_SIZE;
+
 use crate::engine::budget::Budget;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
 use crate::engine::policy::TwoQueues;
@@ -13,7 +15,7 @@ use crate::engine::stats::Stats;
 use crate::engine::table::{Entry, PageTable, State};
 use crate::engine::tag::TagKey;
 use crate::engine::{
-    Fetch, Install, PAGE_SIZE, PageIndex, PageRun, PinId, PinRefused, Ports, Shared, SharedRef,
+    Fetch, Install, PageIndex, PageRun, PageSize, PinId, PinRefused, Ports, Shared, SharedRef,
     SlotId, StagedPage, StagingSlot,
 };
 
@@ -204,14 +206,14 @@ const SLAB: SlabRef = SlabRef { server: 0, slab: 0 };
 /// What a guest's shards share: room for `limit` pages, `staging` staging slots, one slab.
 pub(super) fn shared(limit: u64, staging: u32) -> SharedRef {
     let stats = Stats::new();
-    stats.found(u64::from(PAGES));
     let slots = SlotPool::new(1);
     slots.set_connected(0, true);
     slots.add_slab(SLAB, 64);
     slots.set_keep_allowance(8);
     Arc::new(Shared {
+        page_size: PageSize::BASE,
         table: PageTable::in_memory(PAGES),
-        budget: Budget::new(limit),
+        budget: Budget::new(limit, PageSize::BASE),
         staging: StagingPool::new(staging),
         slots,
         key: TagKey::new([3; 32]),
@@ -250,8 +252,10 @@ impl Bench {
         };
         let range = run(first, SHARD_PAGES);
         let policy = Box::new(TwoQueues::new(range));
+        let mut shard = Shard::new(range, Arc::clone(shared), script, policy);
+        shard.plug(range);
         Self {
-            shard: Shard::new(range, Arc::clone(shared), script, policy),
+            shard,
             shared: Arc::clone(shared),
         }
     }

@@ -1,0 +1,323 @@
+//! What `outram doctor DOMAIN` checks: whether a domain can be attached, as it runs or at its next
+//! start, and whether one that is attached can be detached while it runs.
+
+use std::path::Path;
+
+use anyhow::Result;
+use outram_wire::causes::with_causes;
+use outram_wire::control::Phase;
+use outram_wire::server::ServerAddress;
+use outram_wire::units::{Limit, format_size};
+
+use super::doctor::Check;
+use super::{host_checks, live};
+use crate::attachment::{self, AttachRequest, DiskRequest};
+use crate::backend_control::BackendControl;
+use crate::domain_xml::DomainXml;
+use crate::host::{HostSettings, Paths};
+use crate::hotplug_slot;
+use crate::libvirt::{Libvirt, LibvirtDomain};
+use crate::metadata::{self, MemorySettings};
+use crate::refusal::{self, Refusal};
+
+/// What is asked of servers beside a guest's pages: slabs are leased whole, and pages that are here
+/// keep their place there for a while.
+const SERVER_SLACK_BYTES: u64 = 128 << 20;
+
+/// The check of memory that comes and goes.
+const HOT_PLUG: &str = "hot-plug";
+
+/// A domain, and what is known of the host it runs on.
+struct Patient<'a> {
+    name: &'a str,
+    found: LibvirtDomain,
+    host: &'a HostSettings,
+    paths: &'a Paths,
+}
+
+/// All checks of a domain.
+pub(super) fn domain(
+    libvirt: &Libvirt,
+    name: &str,
+    host: &HostSettings,
+    paths: &Paths,
+) -> Vec<Check> {
+    let checked = libvirt.domain(name).map_err(Into::into).and_then(|found| {
+        let patient = Patient {
+            name,
+            found,
+            host,
+            paths,
+        };
+        patient.examine()
+    });
+    checked.unwrap_or_else(|error| {
+        let error = with_causes(error.as_ref());
+        vec![Check::fail(
+            "domain",
+            error,
+            "name a domain of 'virsh list --all'",
+        )]
+    })
+}
+
+impl Patient<'_> {
+    fn examine(&self) -> Result<Vec<Check>> {
+        let mut checks = Vec::new();
+        if self.found.is_persistent()? {
+            checks.extend(self.definition()?);
+        }
+        if self.found.is_active()? {
+            checks.extend(self.running()?);
+        }
+        Ok(checks)
+    }
+
+    /// The domain as its next start would find it.
+    fn definition(&self) -> Result<Vec<Check>> {
+        let domain = DomainXml::parse(&self.found.definition()?)?;
+        let label = "next start";
+        let settings = match metadata::read(&domain) {
+            Ok(settings) => settings,
+            Err(error) => {
+                let cure = format!("virsh edit {}", self.name);
+                return Ok(vec![Check::fail(label, error.to_string(), cure)]);
+            }
+        };
+        let Some(settings) = settings else {
+            return self.would_attach(&domain);
+        };
+        let mut checks = vec![Check::pass(
+            label,
+            format!("attached; limit: {}", settings.limit),
+        )];
+        checks.extend(verdict(
+            "devices",
+            refusal::check(&domain, &self.paths.run)?,
+            "has nothing that keeps it from being paged",
+        ));
+        checks.extend(hot_plug(&domain)?);
+        checks.extend(self.servers(Some(&settings), domain.ram_bytes()?, false));
+        Ok(checks)
+    }
+
+    /// A domain that does not use Outram, shut off or at its next start.
+    fn would_attach(&self, domain: &DomainXml) -> Result<Vec<Check>> {
+        let mut edited = DomainXml::parse(&domain.to_text()?)?;
+        attachment::attach(&mut edited, &self.paths.run, &any_request())?;
+        let refusals = refusal::check(&edited, &self.paths.run)?;
+        if !refusals.is_empty() {
+            return Ok(verdict("devices", refusals, ""));
+        }
+        let cure = format!("outram attach {} --config --local-ratio 0.5", self.name);
+        let found = "does not use Outram, and can be attached";
+        let mut checks = vec![Check::warn("next start", found, cure)];
+        checks.extend(self.servers(None, domain.ram_bytes()?, false));
+        Ok(checks)
+    }
+
+    /// The domain as it runs.
+    fn running(&self) -> Result<Vec<Check>> {
+        let domain = DomainXml::parse(&self.found.running_definition()?)?;
+        match refusal::our_disks(&domain, &self.paths.run).is_empty() {
+            true => self.would_attach_live(domain),
+            false => self.attached(&domain),
+        }
+    }
+
+    fn would_attach_live(&self, domain: DomainXml) -> Result<Vec<Check>> {
+        let mut edited = DomainXml::parse(&domain.to_text()?)?;
+        attachment::attach_running(&mut edited, &self.paths.run, &any_request())?;
+        let label = "attach --live";
+        let refusals = refusal::check(&edited, &self.paths.run)?;
+        // Nothing of it keeps the guest from being attached at its next start.
+        let mut checks: Vec<Check> = refusals
+            .iter()
+            .map(|refusal| {
+                let cure = format!(
+                    "outram attach {} --config …, then shut it down and start it again",
+                    self.name
+                );
+                Check::warn(label, refusal.to_string(), cure)
+            })
+            .collect();
+        match hotplug_slot::find(&domain) {
+            Ok(place) if checks.is_empty() => checks.push(Check::pass(
+                label,
+                format!("possible: shared memory, and {place} is free"),
+            )),
+            Ok(_) => {}
+            Err(error) => checks.push(Check::warn(label, error.to_string(), "")),
+        }
+        Ok(checks)
+    }
+
+    /// A guest that is served now: could it be detached?
+    fn attached(&self, domain: &DomainXml) -> Result<Vec<Check>> {
+        let run_dir = self.paths.run.join(domain.vm_id()?.to_string());
+        let status = match BackendControl::of(&run_dir).status() {
+            Ok(status) => status,
+            Err(error) => {
+                let cure = format!("virsh destroy {}, and start it again", self.name);
+                return Ok(vec![Check::fail("backend", error.to_string(), cure)]);
+            }
+        };
+        let label = "detach --live";
+        let mut checks = Vec::new();
+        if let (Phase::Stopped | Phase::Refused, Some(detail)) = (status.phase, &status.detail) {
+            return Ok(vec![Check::fail("backend", detail.clone(), "")]);
+        }
+        match status.unmanaged_bytes {
+            0 => checks.extend(hot_plug(domain)?),
+            bytes => {
+                let detail = status.detail.as_deref().unwrap_or("");
+                let found = format!("{} of RAM are not paged: {detail}", format_size(bytes));
+                checks.push(Check::warn(HOT_PLUG, found, ""));
+            }
+        }
+        let away: Vec<&str> = status
+            .servers
+            .iter()
+            .filter(|server| server.stored_bytes > 0 && !server.connected)
+            .map(|server| server.address.as_str())
+            .collect();
+        if !away.is_empty() {
+            let found = format!("{} hold its pages and are out of reach", away.join(", "));
+            checks.push(Check::fail("backend", found, "bring them back"));
+        }
+        let possible = live::demand_no_far_disk(domain, self.name)
+            .and_then(|()| Ok(live::demand_room(&status)?));
+        match possible {
+            Err(error) => checks.push(Check::warn(label, error.to_string(), "")),
+            Ok(()) if away.is_empty() => {
+                let found = "possible: this host has room for all of its memory";
+                checks.push(Check::pass(label, found));
+            }
+            Ok(()) => {}
+        }
+        checks.extend(self.servers(
+            metadata::read(domain).ok().flatten().as_ref(),
+            domain.ram_bytes()?,
+            true,
+        ));
+        Ok(checks)
+    }
+
+    /// The servers that the guest uses, or would; whether they could lend what it needs.
+    fn servers(
+        &self,
+        settings: Option<&MemorySettings>,
+        ram_bytes: u64,
+        is_served: bool,
+    ) -> Vec<Check> {
+        let named: &[ServerAddress] = match settings {
+            Some(settings) if !settings.servers.is_empty() => &settings.servers,
+            _ => &self.host.servers,
+        };
+        if named.is_empty() {
+            return vec![no_server(self.name, &self.paths.config, settings.is_some())];
+        }
+        let wanted = settings
+            .filter(|_| !is_served)
+            .map(|settings| share_of_server(ram_bytes, settings.limit, named.len()));
+        host_checks::servers(named, self.host, wanted)
+    }
+}
+
+/// Attached with whatever: only what the domain itself is like matters.
+fn any_request() -> AttachRequest {
+    AttachRequest {
+        limit: Limit::LocalBytes(1 << 30),
+        servers: Vec::new(),
+        disk: DiskRequest::Keep,
+    }
+}
+
+/// Whether memory that is plugged would be paged; nothing where libvirt lets none be plugged.
+fn hot_plug(domain: &DomainXml) -> Result<Option<Check>> {
+    let Some((slots, taken)) = domain.memory_slots() else {
+        return Ok(None);
+    };
+    if domain.find(&["memoryBacking", "hugepages"]).is_some() {
+        let found = "memory that is plugged would not be paged, and stay beyond the limit: the domain has huge pages";
+        return Ok(Some(Check::warn(HOT_PLUG, found, "")));
+    }
+    let (ram, most) = (domain.ram_bytes()?, domain.max_ram_bytes()?);
+    let found = if most == ram {
+        format!("RAM is at its <maxMemory> of {}", format_size(most))
+    } else {
+        format!(
+            "memory that is plugged is paged like the rest, up to {} of RAM in all; {} of {slots} slots for DIMMs are free",
+            format_size(most),
+            slots.saturating_sub(taken),
+        )
+    };
+    Ok(Some(Check::pass(HOT_PLUG, found)))
+}
+
+fn verdict(label: &str, refusals: Vec<Refusal>, well: &str) -> Vec<Check> {
+    if refusals.is_empty() {
+        return vec![Check::pass(label, well)];
+    }
+    // Each message names its cure itself.
+    let fail = |refusal: &Refusal| Check::fail(label, refusal.to_string(), "");
+    refusals.iter().map(fail).collect()
+}
+
+fn no_server(name: &str, config: &Path, is_attached: bool) -> Check {
+    let cure = format!(
+        "outram attach {name} … --server HOST:PORT, or 'servers' in {}",
+        config.display()
+    );
+    match is_attached {
+        true => Check::fail("servers", "none is named", cure),
+        false => Check::warn("servers", "none is named", cure),
+    }
+}
+
+/// About what a backend asks each of `servers` servers to promise.
+fn share_of_server(ram_bytes: u64, limit: Limit, servers: usize) -> u64 {
+    let local = limit.bytes(ram_bytes).min(ram_bytes);
+    match ram_bytes - local {
+        0 => 0,
+        remote => (remote + local / 4).div_ceil(servers as u64) + SERVER_SLACK_BYTES,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn memory_that_could_be_plugged_is_told() {
+        let domain = |most: &str| {
+            let xml = format!(
+                "<domain><memory unit='MiB'>640</memory>{most}<devices>\
+                 <memory model='dimm'/><memory model='virtio-mem'/></devices></domain>"
+            );
+            DomainXml::parse(&xml).expect("a domain")
+        };
+        let told = |most: &str| hot_plug(&domain(most)).expect("sizes").map(|it| it.found);
+        assert_eq!(told(""), None);
+        let room = told("<maxMemory slots='4' unit='GiB'>2</maxMemory>").expect("told");
+        assert!(room.contains("2 GiB"), "{room}");
+        assert!(room.contains("3 of 4 slots"), "{room}");
+        let full = told("<maxMemory slots='4' unit='MiB'>640</maxMemory>").expect("told");
+        assert!(full.contains("at its <maxMemory>"), "{full}");
+        let huge = "<maxMemory slots='4' unit='GiB'>2</maxMemory>\
+                    <memoryBacking><hugepages/></memoryBacking>";
+        let huge = told(huge).expect("told");
+        assert!(huge.contains("would not be paged"), "{huge}");
+    }
+
+    #[test]
+    fn a_server_is_asked_for_its_part_of_what_is_not_local() {
+        let half = Limit::LocalBytes(GIB / 2);
+        let share = share_of_server(GIB, half, 2);
+        assert_eq!(share, (GIB / 2 + GIB / 8) / 2 + SERVER_SLACK_BYTES);
+        assert_eq!(share_of_server(GIB, Limit::LocalBytes(GIB), 2), 0);
+        assert_eq!(share_of_server(GIB, Limit::LocalBytes(2 * GIB), 2), 0);
+    }
+}

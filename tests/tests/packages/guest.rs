@@ -1,0 +1,58 @@
+//! The packages from installation to purge in a guest that runs systemd and AppArmor.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use outram_tests::hermetic::suite::Skipped;
+use outram_tests::lab_guest;
+
+use super::debian::{need_root, packages};
+use super::units::UNITS;
+use super::{Test, need, top};
+
+pub(crate) const TESTS: &[Test] = &[(
+    "packages_run_a_confined_guest_under_systemd",
+    life_of_the_packages,
+)];
+
+/// How long the emulated guest may take: some four minutes where nothing else runs.
+const GUEST_LIMIT: Duration = Duration::from_secs(2400);
+
+const SCRIPT: &str = include_str!("life_of_the_packages.sh");
+const DOMAIN: &str = include_str!("domain.xml");
+
+fn life_of_the_packages() -> Result<()> {
+    need_root()?;
+    need("qemu-system-x86_64", "qemu-system-x86")?;
+    need("apparmor_parser", "apparmor")?;
+    need("setpriv", "util-linux")?;
+    if !Path::new("/lib/systemd/systemd").exists() {
+        bail!(Skipped("systemd (package systemd) is not installed".into()));
+    }
+    let images = lab_guest::build(&top())?;
+    let share = packages()?;
+    for image in ["vmlinuz", "initrd"] {
+        fs::copy(images.join(image), share.path().join(image))?;
+    }
+    fs::write(share.path().join("lab"), SCRIPT)?;
+    fs::write(share.path().join("domain.xml"), DOMAIN)?;
+    fs::write(share.path().join("exposures"), exposures())?;
+    let said = lab_guest::run(&images, share.path(), GUEST_LIMIT)?;
+    for done in [
+        "mismatches=0",
+        "Overall exposure level",
+        "s: all of it is as it should be",
+    ] {
+        ensure!(said.contains(done), "it did not say '{done}': {said}");
+    }
+    Ok(())
+}
+
+/// The units' names and the most that each may be exposed, a line each.
+fn exposures() -> String {
+    let name = |unit: &str| unit.rsplit('/').next().unwrap_or(unit).to_owned();
+    let lines = UNITS.map(|(unit, most)| format!("{} {most}\n", name(unit)));
+    lines.concat()
+}

@@ -1,0 +1,334 @@
+//! Guests of 2 MiB pages: the races of base pages once more, and what only hugetlbfs does. Pages are
+//! numbered, written and verified as base pages; 512 of them come and go together.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use outram_tests::hermetic::command::wait_for;
+use outram_tests::hermetic::huge_pages::{self, HugePages};
+use outram_tests::hermetic::proxy::Proxy;
+use outram_tests::hermetic::server::MemServer;
+use outram_wire::control::Status;
+use serde_json::json;
+
+use crate::fixture::{Guest, LEAST_HUGE, LONG, Lab, PAGE, Wish, demand_sound, halt};
+
+pub(crate) const TESTS: &[crate::Test] = &[
+    ("huge_pages_evicted_beside_reads_and_writes", eviction),
+    ("huge_pages_taken_back_and_dropped_clean", clean_and_back),
+    ("huge_pages_discarded_without_a_word", discards),
+    ("huge_pages_populated_at_the_start", populated),
+    ("huge_pages_over_cut_connections", cuts),
+    ("huge_pages_of_an_empty_pool", empty_pool),
+    ("huge_pages_under_the_devices_rings", rings),
+    ("huge_pages_told_wrongly_are_refused", refused),
+];
+
+const HUGE: u64 = 2 << 20;
+/// Base pages in a huge one.
+const EACH: u64 = HUGE / PAGE;
+const RAM_MIB: u64 = 192;
+const RAM_PAGES: u64 = (RAM_MIB << 20) / PAGE;
+/// Huge pages of its RAM.
+const RAM_HUGE: u64 = (RAM_MIB << 20) / HUGE;
+const WHOLE: u64 = RAM_MIB << 20;
+
+fn server(lab: &Lab) -> Result<MemServer> {
+    lab.server_of(4 << 20, &["--memory", "1GiB"])
+}
+
+/// The pool is the machine's: one test at a time knows what is in it.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// A pool for one guest, and for one test.
+struct Pool {
+    _pages: HugePages,
+    _alone: MutexGuard<'static, ()>,
+}
+
+fn pool() -> Result<Pool> {
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(Pool {
+        _pages: HugePages::add(RAM_HUGE)?,
+        _alone: alone,
+    })
+}
+
+fn guest(lab: &Lab, limit: u64, server: &str, populated: bool) -> Result<(Pool, Guest)> {
+    let pool = pool()?;
+    let wish = Wish {
+        ram_mib: &[RAM_MIB / 2, RAM_MIB / 2],
+        limit,
+        servers: &[server],
+        huge: Some(populated),
+        ..Wish::default()
+    };
+    Ok((pool, Guest::start(lab, &wish)?))
+}
+
+/// The limit goes down to the least and up again while vCPUs read, write, and do both to the same
+/// pages.
+fn eviction(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let (_pool, mut guest) = guest(lab, WHOLE, &server.address, false)?;
+    guest.fill(0, RAM_PAGES)?;
+    let third = RAM_PAGES / 3;
+    for seed in 0..3 {
+        let work = |page, write_share| {
+            json!({"page": page, "pages": third, "seconds": 2.0, "seed": seed,
+                "write_share": write_share})
+        };
+        let race = json!({"page": 2 * third, "pages": third, "writers": 1, "readers": 1,
+            "rounds": 1000});
+        let sent = [
+            guest.send(0, "work", work(0, 0.5))?,
+            guest.send(1, "work", work(third, 0.0))?,
+            guest.send(2, "race", race)?,
+        ];
+        guest.squeeze()?;
+        guest.tune(WHOLE)?;
+        let grown = |status: &Status| status.resident_bytes > LEAST_HUGE;
+        guest.wait_status("the guest to grow again", grown)?;
+        for id in sent {
+            demand_sound(&guest.answer(id)?)?;
+        }
+    }
+    guest.squeeze()?;
+    guest.verify(0, RAM_PAGES)?;
+    let counters = guest.status()?.counters;
+    ensure!(
+        counters.faults_remote > 0 && counters.writeback_pages > 0,
+        "{counters:?}"
+    );
+    guest.end(&[&server])
+}
+
+/// What was only read goes without I/O; what waits in staging comes back without any.
+fn clean_and_back(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let (_pool, mut guest) = guest(lab, LEAST_HUGE, &server.address, false)?;
+    let filled = RAM_PAGES / 2;
+    guest.fill(0, filled)?;
+    guest.settle()?;
+    guest.verify(0, filled)?;
+    let before = guest.settle()?.counters;
+    guest.verify(0, filled)?;
+    let after = guest.settle()?.counters;
+    ensure!(
+        after.evicted_clean_pages > before.evicted_clean_pages,
+        "nothing was dropped clean: {before:?}, then {after:?}"
+    );
+    // While its server stands still, what is evicted stays in staging.
+    halt(&server)?;
+    let before = guest.status()?.counters.faults_staged;
+    let mut present = Vec::new();
+    for page in (0..filled).step_by(EACH as usize) {
+        if guest.present(page, 1)? == 1 {
+            present.push(page);
+        }
+    }
+    ensure!(!present.is_empty(), "nothing is there");
+    for page in &present {
+        guest.fill(*page, EACH)?;
+    }
+    let fresh = guest.send(1, "fill", json!({"page": filled, "pages": 4 * EACH}))?;
+    guest.wait_status("pages to be staged", |status| status.staged_bytes >= HUGE)?;
+    // Its place in staging is taken some time before it leaves.
+    let gone = wait_for("a page to leave", LONG, || {
+        for page in &present {
+            if guest.present(*page, 1)? == 0 {
+                return Ok(Some(*page));
+            }
+        }
+        Ok(None)
+    })?;
+    let back = guest.send(2, "verify", json!({"page": gone, "pages": EACH}))?;
+    guest.wait_status("a page to come back out of staging", |status| {
+        status.counters.faults_staged > before
+    })?;
+    server.signal(Signal::SIGCONT)?;
+    demand_sound(&guest.answer(back)?)?;
+    guest.answer(fresh)?;
+    guest.verify(0, filled + 4 * EACH)?;
+    guest.end(&[&server])
+}
+
+/// Holes that nobody was told of: what is read there is zero or, where the page had been moved away
+/// before, what it held; never anything that was not stored there.
+fn discards(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let (_pool, mut guest) = guest(lab, WHOLE, &server.address, false)?;
+    guest.fill(0, RAM_PAGES)?;
+    // All of it is there, and not evicted: zeros at once, and a store after that stays.
+    guest.command(1, "discard", json!({"page": 0, "pages": 8 * EACH}))?;
+    guest.verify(0, 2 * EACH)?;
+    guest.fill(2 * EACH, 2 * EACH)?;
+    guest.verify(0, 8 * EACH)?;
+    // Discarded and never touched again: zeros also after an eviction that saw the hole.
+    guest.command(1, "discard", json!({"page": 20 * EACH, "pages": 4 * EACH}))?;
+    guest.squeeze()?;
+    guest.verify(0, RAM_PAGES)?;
+    let race = json!({"page": 0, "pages": RAM_PAGES, "writers": 2, "readers": 1, "discarders": 1,
+        "rounds": 300});
+    let found = guest.command(0, "race", race)?;
+    demand_sound(&found)?;
+    ensure!(found["discards"].as_u64() > Some(3), "{found}");
+    guest.verify(0, RAM_PAGES)?;
+    // Few pages, so that all of it happens to the same ones while others are evicted.
+    let work = json!({"page": 8 * EACH, "pages": RAM_PAGES - 8 * EACH, "seconds": 2.0,
+        "write_share": 0.5});
+    let work = guest.send(1, "work", work)?;
+    let race = json!({"page": 0, "pages": 2 * EACH, "writers": 2, "readers": 2, "discarders": 1,
+        "rounds": 500});
+    demand_sound(&guest.command(0, "race", race)?)?;
+    demand_sound(&guest.answer(work)?)?;
+    guest.verify(0, RAM_PAGES)?;
+    guest.end(&[&server])
+}
+
+/// As libvirt starts them: the whole pool is taken, and what is beyond the limit given back to it.
+fn populated(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let (_pool, mut guest) = guest(lab, LEAST_HUGE, &server.address, true)?;
+    let free = huge_pages::available()?;
+    guest.wait_status("the limit to be reached", |status| {
+        status.kernel_memfd_bytes + status.kernel_staging_bytes <= LEAST_HUGE
+    })?;
+    let now = huge_pages::available()?;
+    let beyond = (WHOLE - LEAST_HUGE) / HUGE;
+    ensure!(
+        now >= beyond,
+        "{free} pages of the pool were free, then {now}"
+    );
+    let status = guest.status()?;
+    ensure!(
+        status.filled_bytes > 0 && status.stored_bytes == 0,
+        "zeros cost nothing: {status:?}"
+    );
+    guest.verify(0, RAM_PAGES)?;
+    guest.fill(0, RAM_PAGES)?;
+    guest.verify(0, RAM_PAGES)?;
+    guest.end(&[&server])
+}
+
+fn cuts(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let proxy = Proxy::start(&lab.address(), &server.address)?;
+    let (_pool, mut guest) = guest(lab, LEAST_HUGE, &proxy.address, false)?;
+    guest.fill(0, RAM_PAGES)?;
+    let work = json!({"page": 0, "pages": RAM_PAGES, "seconds": 3.0, "write_share": 0.5});
+    let sent = guest.send(0, "work", work)?;
+    let accepted = proxy.accepted();
+    for round in 0..15 {
+        std::thread::sleep(Duration::from_millis(50 + 17 * round));
+        proxy.cut();
+    }
+    demand_sound(&guest.answer(sent)?)?;
+    guest.verify(0, RAM_PAGES)?;
+    ensure!(
+        proxy.accepted() > accepted + 5,
+        "connections were not made again"
+    );
+    // A bit that flips on the way is read again.
+    proxy.spoil(1);
+    guest.verify(0, RAM_PAGES)?;
+    ensure!(proxy.to_spoil() == 0, "nothing was changed");
+    guest.end(&[&server])
+}
+
+/// Others have taken what the guest gave back to the pool: it goes on within what it has.
+fn empty_pool(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let (_pool, mut guest) = guest(lab, LEAST_HUGE, &server.address, true)?;
+    guest.fill(0, RAM_PAGES)?;
+    guest.squeeze()?;
+    guest.settle()?;
+    let others = huge_pages::take_available()?;
+    // Of all of its RAM it would give up nothing.
+    let limit = WHOLE - 8 * HUGE;
+    guest.tune(limit)?;
+    let work = json!({"page": 0, "pages": RAM_PAGES, "seconds": 1.0, "write_share": 0.5});
+    demand_sound(&guest.command(0, "work", work)?)?;
+    guest.verify(0, RAM_PAGES)?;
+    let status = guest.status()?;
+    ensure!(
+        status.counters.stalls_pool > 0 && status.resident_bytes < limit / 2,
+        "the pool was not empty: {status:#?}"
+    );
+    drop(others);
+    guest.tune(WHOLE)?;
+    guest.verify(0, RAM_PAGES)?;
+    let grown = |status: &Status| status.resident_bytes == WHOLE;
+    guest.wait_status("all of it to be there again", grown)?;
+    guest.verify(0, RAM_PAGES)?;
+    guest.end(&[&server])
+}
+
+/// The device's rings and buffers in huge pages that come and go.
+fn rings(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let (_pool, mut guest) = guest(lab, LEAST_HUGE, &server.address, false)?;
+    let own = 8 * EACH;
+    guest.fill(own, RAM_PAGES - own)?;
+    for queue in 0..2u64 {
+        let start = json!({"do": "disk-start", "queue": queue, "size": 64, "page": queue * 16});
+        guest.vmm.command(start)?;
+    }
+    let work = json!({"page": own, "pages": RAM_PAGES - own, "seconds": 3.0, "write_share": 0.5});
+    let load = guest.send(2, "work", work)?;
+    for round in 0..40 {
+        // Buffers that begin shortly before a border.
+        let page = (1 + round % 4) * EACH + EACH - 4;
+        let request = json!({"queue": round % 2, "type": 0, "sector": round, "bytes": 65_536,
+            "page": page, "wait_ms": 60_000});
+        let answer = guest.command(1, "request", request)?;
+        ensure!(answer["status"] == 0, "{answer}");
+    }
+    demand_sound(&guest.answer(load)?)?;
+    guest.verify(own, RAM_PAGES - own)?;
+    for queue in 0..2 {
+        guest
+            .vmm
+            .command(json!({"do": "disk-stop", "queue": queue}))?;
+    }
+    guest.squeeze()?;
+    guest.end(&[&server])
+}
+
+/// A domain whose memory is not what its XML said, and a server whose slabs hold no such page.
+fn refused(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let _pool = pool()?;
+    let wish = |huge| Wish {
+        ram_mib: &[64],
+        servers: &[],
+        huge,
+        ..Wish::default()
+    };
+    let servers = [server.address.as_str()];
+    for (block, told) in [("64M", "2MiB"), ("64M,hugetlb=on,hugetlbsize=2M", "4KiB")] {
+        let wish = Wish {
+            servers: &servers,
+            limit: LEAST_HUGE,
+            ..wish(None)
+        };
+        let started = Guest::start_told(lab, &wish, &[block.to_owned()], told);
+        let error = started.err().context("was not refused")?;
+        let text = format!("{error:#}");
+        ensure!(text.contains("has pages of"), "{text}");
+    }
+    let small = lab.server()?;
+    let wish = Wish {
+        servers: &[&small.address],
+        limit: LEAST_HUGE,
+        ram_mib: &[RAM_MIB],
+        ..wish(Some(false))
+    };
+    let error = Guest::start(lab, &wish).err().context("was not refused")?;
+    let text = format!("{error:#}");
+    ensure!(text.contains("hold no page of 2 MiB"), "{text}");
+    ensure!(small.slabs_leased()? == 0, "it keeps what it was refused");
+    Ok(())
+}

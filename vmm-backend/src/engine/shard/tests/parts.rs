@@ -1,0 +1,136 @@
+//! Memory that is plugged and unplugged.
+
+use super::bench::*;
+use crate::engine::table::State;
+use crate::engine::{PageIndex, PinId, PinRefused};
+
+/// The bench's shard has one part.
+fn all() -> crate::engine::PageRun {
+    run(0, SHARD_PAGES)
+}
+
+#[test]
+fn unplugged_memory_is_kept_nowhere() {
+    let mut bench = Bench::new();
+    bench.store_remotely(1, 10);
+    bench.touch(2, 20);
+    bench.evict_all();
+    bench.touch(3, 30);
+    let leased = bench.shared.slots.usage(0).1;
+    assert_eq!((bench.state(2), leased), (State::Staged, 1));
+    bench.shard.unplug(all());
+    bench.shard.pump();
+    assert_eq!(bench.shard.next_unplugged(), Some(all()));
+    for page in 1..=3 {
+        assert_eq!(bench.state(page), State::Absent);
+    }
+    assert_eq!(bench.shared.budget.used(), 0);
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    assert_eq!(bench.shared.slots.usage(0).1, 0);
+    assert_eq!(bench.shared.stats.pages(State::Absent), 0);
+}
+
+#[test]
+fn generations_go_on_in_memory_plugged_at_the_same_place() {
+    let mut bench = Bench::new();
+    bench.store_remotely(1, 10);
+    let before = bench.entry(1).generation;
+    bench.shard.unplug(all());
+    assert_eq!(bench.shard.next_unplugged(), Some(all()));
+    bench.world().memory.clear();
+    bench.shard.plug(all());
+    bench.store_remotely(1, 11);
+    assert!(bench.entry(1).generation > before);
+}
+
+#[test]
+fn a_run_in_work_holds_its_memory_up() {
+    let mut bench = Bench::new();
+    bench.touch(1, 10);
+    let run = bench.hand_out_run();
+    bench.shard.unplug(all());
+    bench.shard.pump();
+    assert_eq!(bench.shard.next_unplugged(), None);
+    bench.end_run(run);
+    assert_eq!(bench.shard.next_unplugged(), Some(all()));
+    assert_eq!(bench.state(1), State::Absent);
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    assert_eq!(bench.shared.budget.used(), 0);
+}
+
+#[test]
+fn a_pin_holds_its_memory_up_and_a_late_one_is_refused() {
+    let mut bench = Bench::new();
+    bench.touch(1, 10);
+    bench.shard.on_pin(PinId(1), &[run(1, 1)], true);
+    bench.shard.unplug(all());
+    bench.shard.on_pin(PinId(2), &[run(1, 1)], false);
+    assert_eq!(
+        bench.world().pins,
+        [(PinId(1), Ok(())), (PinId(2), Err(PinRefused::Unplugged))]
+    );
+    assert_eq!(bench.shard.next_unplugged(), None);
+    bench.shard.on_unpin(&[run(1, 1)]);
+    assert_eq!(bench.shard.next_unplugged(), Some(all()));
+}
+
+#[test]
+fn whoever_waits_for_unplugged_memory_is_let_go() {
+    let mut bench = Bench::new();
+    bench.store_remotely(1, 10);
+    bench.fault(1, READ);
+    bench.shard.on_pin(PinId(1), &[run(1, 2)], false);
+    assert_eq!(bench.shard.waiting_faults(), 1);
+    bench.shard.unplug(all());
+    assert!(bench.world().has_woken(1));
+    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!(bench.world().pins, [(PinId(1), Err(PinRefused::Unplugged))]);
+    // The server's answer comes late.
+    bench.answer(10);
+    assert_eq!(bench.shard.next_unplugged(), Some(all()));
+    assert_eq!(bench.shared.budget.used(), 0);
+    assert_eq!(bench.state(1), State::Absent);
+}
+
+#[test]
+fn a_write_in_work_ends_without_a_trace() {
+    let mut bench = Bench::new();
+    bench.touch(1, 10);
+    bench.evict_all();
+    let write = bench.start_write();
+    bench.shard.unplug(all());
+    assert_eq!(bench.shard.next_unplugged(), Some(all()));
+    bench.end_write(write);
+    assert_eq!(bench.shared.slots.usage(0).1, 0);
+    assert_eq!(bench.shared.staging.in_use(), 0);
+}
+
+#[test]
+fn messages_that_outlive_their_memory_make_nothing() {
+    let mut bench = Bench::new();
+    bench.shard.unplug(all());
+    bench.fault(1, WRITE);
+    assert!(bench.world().has_woken(1));
+    bench.remove(1);
+    assert_eq!(bench.shard.next_unplugged(), Some(all()));
+    bench.fault(1, WRITE);
+    assert_eq!(bench.read(1), None);
+    assert_eq!(bench.state(1), State::Absent);
+}
+
+#[test]
+fn zeros_ahead_end_where_memory_ends() {
+    let mut bench = Bench::new();
+    bench.shard.unplug(all());
+    assert_eq!(bench.shard.next_unplugged(), Some(all()));
+    bench.shard.plug(run(0, 10));
+    bench.shard.plug(run(20, 10));
+    for page in 0..10 {
+        if bench.state(page) == State::Absent {
+            bench.fault(page, WRITE);
+        }
+    }
+    assert_eq!(bench.read(10), None);
+    assert!(!bench.shard.is_plugged(PageIndex(10)));
+    assert!(bench.shard.is_plugged(PageIndex(20)));
+}
