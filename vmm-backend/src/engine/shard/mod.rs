@@ -703,12 +703,16 @@ impl<P: Ports> Shard<P> {
         {
             self.shared.slots.free(slot);
         }
-        if how == Install::PoolEmpty
+        if matches!(how, Install::PoolEmpty | Install::Again)
             && let Some(ticket) = self.staging_slot()
         {
-            // Its bytes need not come over the wire again.
+            // Its bytes need not come over the wire again: under a storm of discards, which have
+            // COPY refused, each attempt would cost a fetch, and few would find a gap.
             self.stage_moved(page, entry, bytes, ticket);
-            return self.wait_for_pool(page, pending);
+            return match how {
+                Install::PoolEmpty => self.wait_for_pool(page, pending),
+                _ => self.retry_later(page, pending),
+            };
         }
         self.end_install(page, how, next, Arrival::New, FaultKind::Remote, pending);
     }
