@@ -44,7 +44,13 @@ if [ ! -e "$policy" ]; then
   printf '#!/bin/sh\nexit 101\n' >"$policy"; chmod 755 "$policy"
   trap 'rm -f "$log" "$policy"' EXIT
 fi
+install_packages() {
+  apt-get install -yq --no-install-recommends "$@" >"$log" 2>&1 || { tail -n 30 "$log" >&2; fail "apt-get install failed for: $*"; }
+}
+# QEMU by itself first: where a newer qemu-utils of backports has to make room for it, apt finds no
+# way in one step with what recommends qemu-utils.
+case $missing in *" qemu-system-x86"*) install_packages qemu-system-x86 ;; esac
 # shellcheck disable=SC2086
-apt-get install -yq --no-install-recommends $missing >"$log" 2>&1 || { tail -n 30 "$log" >&2; fail "apt-get install failed for:$missing"; }
+install_packages $missing
 hash -r
 rust_is_new_enough || fail "rustc and cargo 1.$oldest_rust or newer are needed; there is '$(rustc --version 2>&1)', '$(cargo --version 2>&1)' (is an older one first in PATH?)"
