@@ -119,12 +119,7 @@ impl<P: Ports> Shard<P> {
             self.set(page, entry.into_absent());
             return false;
         }
-        let pending = Pending {
-            fault: None,
-            pins: Vec::new(),
-            since_us: self.ports.now_us(),
-            wait: Wait::Retry,
-        };
+        let pending = Pending::new(None, self.ports.now_us());
         self.resolve(page, pending);
         self.lies_elsewhere(page)
     }

@@ -75,9 +75,23 @@ struct Pending {
     pins: Vec<PinId>,
     since_us: u64,
     wait: Wait,
+    /// The bytes of a stored page whose COPY was refused, and its entry then: under a storm of
+    /// discards few attempts find a gap, and each would cost a fetch.
+    fetched: Option<(Entry, Box<[u8]>)>,
 }
 
 impl Pending {
+    /// Somebody who waits from now on.
+    fn new(fault: Option<Fault>, now_us: u64) -> Self {
+        Self {
+            fault,
+            pins: Vec::new(),
+            since_us: now_us,
+            wait: Wait::Retry,
+            fetched: None,
+        }
+    }
+
     /// Nobody waits: the page is only being moved.
     fn is_idle(&self) -> bool {
         self.fault.is_none() && self.pins.is_empty()
@@ -249,13 +263,7 @@ impl<P: Ports> Shard<P> {
             }
             return;
         }
-        let since_us = self.ports.now_us();
-        let pending = Pending {
-            fault: Some(fault),
-            pins: Vec::new(),
-            since_us,
-            wait: Wait::Retry,
-        };
+        let pending = Pending::new(Some(fault), self.ports.now_us());
         self.resolve(page, pending);
     }
 
@@ -458,7 +466,7 @@ impl<P: Ports> Shard<P> {
     }
 
     /// Gives a page to those who wait for it, or says what they wait for.
-    fn resolve(&mut self, page: PageIndex, pending: Pending) {
+    fn resolve(&mut self, page: PageIndex, mut pending: Pending) {
         let entry = self.shared.table.load(page);
         match entry.state {
             State::Busy => self.wait_for(page, Wait::Run, pending),
@@ -477,7 +485,12 @@ impl<P: Ports> Shard<P> {
             State::Absent => self.zero_fill(page, pending),
             State::Filled => self.install_filled(page, entry, pending),
             State::Staged => self.take_back(page, entry, pending),
-            State::Stored => self.start_fetch(page, entry, 0, pending),
+            State::Stored => match pending.fetched.take() {
+                Some((of, bytes)) if of == entry => {
+                    self.install_fetched(page, entry, &bytes, pending);
+                }
+                _ => self.start_fetch(page, entry, 0, pending),
+            },
         }
     }
 
@@ -678,7 +691,13 @@ impl<P: Ports> Shard<P> {
         }
     }
 
-    fn install_fetched(&mut self, page: PageIndex, entry: Entry, bytes: &[u8], pending: Pending) {
+    fn install_fetched(
+        &mut self,
+        page: PageIndex,
+        entry: Entry,
+        bytes: &[u8],
+        mut pending: Pending,
+    ) {
         let slots = &self.shared.slots;
         let slot = entry
             .slot
@@ -703,16 +722,15 @@ impl<P: Ports> Shard<P> {
         {
             self.shared.slots.free(slot);
         }
-        if matches!(how, Install::PoolEmpty | Install::Again)
+        if how == Install::PoolEmpty
             && let Some(ticket) = self.staging_slot()
         {
-            // Its bytes need not come over the wire again: under a storm of discards, which have
-            // COPY refused, each attempt would cost a fetch, and few would find a gap.
+            // Its bytes need not come over the wire again.
             self.stage_moved(page, entry, bytes, ticket);
-            return match how {
-                Install::PoolEmpty => self.wait_for_pool(page, pending),
-                _ => self.retry_later(page, pending),
-            };
+            return self.wait_for_pool(page, pending);
+        }
+        if how == Install::Again {
+            pending.fetched = Some((entry, bytes.into()));
         }
         self.end_install(page, how, next, Arrival::New, FaultKind::Remote, pending);
     }

@@ -66,12 +66,7 @@ impl<P: Ports> Shard<P> {
                 return self.to_move.push_front(page);
             };
             self.moving.insert(page, ticket);
-            let pending = Pending {
-                fault: None,
-                pins: Vec::new(),
-                since_us: self.ports.now_us(),
-                wait: Wait::Retry,
-            };
+            let pending = Pending::new(None, self.ports.now_us());
             self.start_fetch(page, entry, 0, pending);
         }
     }

@@ -46,16 +46,9 @@ impl<P: Ports> Shard<P> {
                 continue;
             }
             let waiting = self.pending.remove(&page).and_then(|pending| pending.fault);
-            let since_us = self.ports.now_us();
-            self.resolve(
-                page,
-                Pending {
-                    fault: waiting,
-                    pins: vec![id],
-                    since_us,
-                    wait: Wait::Retry,
-                },
-            );
+            let mut pending = Pending::new(waiting, self.ports.now_us());
+            pending.pins.push(id);
+            self.resolve(page, pending);
         }
     }
 
