@@ -1,5 +1,5 @@
 //! Pre-copy live migration between two libvirtd, each on a machine of its own, with the checker at
-//! work throughout.
+//! work: throughout where QEMU can, see [`Guest::taken_live`].
 
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::command::{Finished, run_within};
@@ -56,16 +56,25 @@ impl Pair {
         run_within(2 * LONG, "virsh", &words)
     }
 
-    fn migrate_back(&self, guest: &Guest, more: &[&str]) -> Result<Finished> {
+    /// Moves a guest there; it runs there then.
+    pub(crate) fn move_there(&self, here: &Guest, there: &Guest, more: &[&str]) -> Result<()> {
+        here.taken_live(there, || demand(self.migrate(here, more)?))
+    }
+
+    /// Moves a guest from there to here; it runs here then.
+    fn move_back(&self, here: &Guest, there: &Guest, more: &[&str]) -> Result<()> {
         let (uri, line) = (Neighbour::first_uri(), format!("tcp://{FIRST_ADDRESS}"));
-        let mut words = vec!["migrate", "--live", guest.name(), &uri];
+        let mut words = vec!["migrate", "--live", here.name(), &uri];
         words.extend(["--migrateuri", &line, "--listen-address", FIRST_ADDRESS]);
         words.extend(more);
-        self.neighbour.place.run_within(2 * LONG, "virsh", &words)
+        let place = &self.neighbour.place;
+        there.taken_live(here, || {
+            demand(place.run_within(2 * LONG, "virsh", &words)?)
+        })
     }
 }
 
-pub(crate) fn demand(finished: Finished) -> Result<()> {
+fn demand(finished: Finished) -> Result<()> {
     ensure!(finished.success(), "{}: {}", finished.line, finished.said());
     Ok(())
 }
@@ -94,10 +103,9 @@ fn there_and_back(lab: &Lab) -> Result<()> {
 
     let destination = Sampler::start(&there);
     destination.judge_from_now(stated);
-    let moved = timed("migration at 0.5", || {
-        pair.migrate(&here, &[&MOVES[..], &ENDS].concat())
+    timed("migration at 0.5", || {
+        pair.move_there(&here, &there, &[&MOVES[..], &ENDS].concat())
     })?;
-    demand(moved)?;
     ensure!(came_by_migration(&there)?, "the hook told the backend");
     source.finish().context("at the source")?;
     here.wait_backend_gone(LONG)?;
@@ -108,7 +116,7 @@ fn there_and_back(lab: &Lab) -> Result<()> {
 
     let back = Sampler::start(&here);
     back.judge_from_now(stated);
-    demand(pair.migrate_back(&there, &[&MOVES[..], &ENDS].concat())?)?;
+    pair.move_back(&here, &there, &[&MOVES[..], &ENDS].concat())?;
     there.wait_backend_gone(LONG)?;
     let mut console = checked_there(&here)?;
     back.finish().context("back again")?;
@@ -136,7 +144,7 @@ fn disk_moves(lab: &Lab) -> Result<()> {
     );
     drop(console);
 
-    demand(pair.migrate(&here, &[&MOVES[..], &ENDS].concat())?)?;
+    pair.move_there(&here, &there, &[&MOVES[..], &ENDS].concat())?;
     here.wait_backend_gone(LONG)?;
     let mut console = there.console()?;
     demand_same(&console.ask(&format!("fs-verify {FILES} 1"), "FS", LONG)?)?;
@@ -148,7 +156,7 @@ fn disk_moves(lab: &Lab) -> Result<()> {
     console.ask(&format!("fs-write {FILES} 2"), "FS", LONG)?;
     drop(console);
 
-    demand(pair.migrate_back(&there, &[&MOVES[..], &ENDS].concat())?)?;
+    pair.move_back(&here, &there, &[&MOVES[..], &ENDS].concat())?;
     there.wait_backend_gone(LONG)?;
     let mut console = here.console()?;
     demand_same(&console.ask(&format!("fs-verify {FILES} 2"), "FS", LONG)?)?;

@@ -57,7 +57,9 @@ fn snapshots(lab: &Lab) -> Result<()> {
         let memspec = format!("file={memory},snapshot=external");
         let mut words = vec!["snapshot-create-as", name, snapshot, "--memspec", &memspec];
         words.extend(more);
-        timed("memory snapshot at 0.5", || virsh_long(&words))?;
+        guest.taken_live(&guest, || {
+            timed("memory snapshot at 0.5", || virsh_long(&words))
+        })?;
         let bytes = fs::metadata(&memory)?.len();
         ensure!(bytes > RAM_MIB << 18, "it holds the memory: {bytes} bytes");
         verify_at_work(&mut console).with_context(|| format!("after '{snapshot}'"))?;
@@ -70,7 +72,7 @@ fn snapshots(lab: &Lab) -> Result<()> {
     // What a snapshot holds is an image as that of a save.
     for snapshot in ["live", "paused"] {
         let memory = format!("{FOLDER}/{snapshot}.memory");
-        virsh_long(&["restore", &memory])?;
+        virsh_long(&["restore", &memory, "--running"])?;
         let mut console = guest.console()?;
         verify(&mut console).with_context(|| format!("restored from '{snapshot}'"))?;
         drop(console);
