@@ -60,6 +60,18 @@ pub enum Fate {
     Staged(Ticket),
 }
 
+impl Fate {
+    /// The state of a page that is no longer in the guest's memory.
+    fn state(self) -> Option<State> {
+        match self {
+            Fate::Stays => None,
+            Fate::Clean => Some(State::Stored),
+            Fate::Filled => Some(State::Filled),
+            Fate::Staged(_) => Some(State::Staged),
+        }
+    }
+}
+
 /// A run handed to an evictor.
 #[derive(Debug)]
 pub struct Run {
@@ -171,6 +183,7 @@ impl Run {
                 page,
                 &Entry {
                     state: State::Busy,
+                    becomes: fate.state(),
                     ..next
                 },
             );

@@ -12,6 +12,7 @@
 pub mod budget;
 pub mod eviction;
 pub mod policy;
+pub mod recovery;
 pub mod shard;
 pub mod slots;
 pub mod staging;

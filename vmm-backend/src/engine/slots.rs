@@ -31,6 +31,17 @@ pub struct Place {
     pub index: u32,
 }
 
+/// A group: its number, and where it lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupPlace {
+    /// The number that slots name it by.
+    pub number: u32,
+    /// Its slab.
+    pub slab: SlabRef,
+    /// Pages that the slab holds.
+    pub slots: u32,
+}
+
 #[derive(Debug)]
 struct Group {
     slab: SlabRef,
@@ -43,6 +54,32 @@ struct Group {
 }
 
 impl Group {
+    /// A slab of which every slot is free.
+    fn new(slab: SlabRef, slots: u32) -> Self {
+        let mut free = vec![u64::MAX; (slots as usize).div_ceil(64)];
+        if !slots.is_multiple_of(64) {
+            *free.last_mut().expect("a slab has at least one slot") = (1 << (slots % 64)) - 1;
+        }
+        Self {
+            slab,
+            free,
+            slots,
+            used: 0,
+            vacating: false,
+        }
+    }
+
+    /// Takes this very slot; false where there is none such, or it is taken.
+    fn claim(&mut self, index: u32) -> bool {
+        let (word, bit) = (index as usize / 64, 1u64 << (index % 64));
+        let is_free = index < self.slots && self.free[word] & bit != 0;
+        if is_free {
+            self.free[word] &= !bit;
+            self.used += 1;
+        }
+        is_free
+    }
+
     fn take(&mut self) -> Option<u32> {
         let word = self.free.iter().position(|word| *word != 0)?;
         let bit = self.free[word].trailing_zeros();
@@ -123,19 +160,54 @@ impl SlotPool {
     /// Adds a leased slab of `slots` pages.
     pub fn add_slab(&self, slab: SlabRef, slots: u32) {
         let mut inner = self.lock();
-        let mut free = vec![u64::MAX; (slots as usize).div_ceil(64)];
-        if !slots.is_multiple_of(64) {
-            *free.last_mut().expect("a slab has at least one slot") = (1 << (slots % 64)) - 1;
-        }
-        let group = Some(Group {
-            slab,
-            free,
-            slots,
-            used: 0,
-            vacating: false,
-        });
         // A group's number is never used again: a slot of a slab that is gone stays known as such.
-        inner.groups.push(group);
+        inner.groups.push(Some(Group::new(slab, slots)));
+    }
+
+    /// The groups there are. With [`SlotPool::restore`] slots of the table mean the same again in
+    /// another process.
+    pub fn groups(&self) -> Vec<GroupPlace> {
+        let inner = self.lock();
+        let groups = (0..).zip(&inner.groups);
+        let places = groups.filter_map(|(number, group)| {
+            group.as_ref().map(|group| GroupPlace {
+                number,
+                slab: group.slab,
+                slots: group.slots,
+            })
+        });
+        places.collect()
+    }
+
+    /// The number that the next slab's group gets.
+    pub fn next_group(&self) -> u32 {
+        self.lock().groups.len() as u32
+    }
+
+    /// Groups of a former process, all of their slots free. Into an empty pool; no later group gets
+    /// a number below `next`.
+    pub fn restore(&self, places: &[GroupPlace], next: u32) {
+        let mut inner = self.lock();
+        let numbers = places.iter().map(|place| place.number + 1);
+        let length = numbers.fold(next, u32::max) as usize;
+        inner.groups.resize_with(length, || None);
+        for place in places {
+            inner.groups[place.number as usize] = Some(Group::new(place.slab, place.slots));
+        }
+    }
+
+    /// Takes the slot that a page of a former process has; false where it is not to be had.
+    pub fn claim(&self, slot: SlotId) -> bool {
+        let mut inner = self.lock();
+        let group = inner.groups.get_mut(slot.group as usize);
+        group.is_some_and(|group| group.as_mut().is_some_and(|group| group.claim(slot.index)))
+    }
+
+    /// Forgets restored groups in which no slot was claimed.
+    pub fn forget_unclaimed(&self) {
+        for group in &mut self.lock().groups {
+            group.take_if(|group| group.used == 0);
+        }
     }
 
     /// Takes up to `count` slots on connected servers.
@@ -368,6 +440,25 @@ mod tests {
         assert!(pool.allocate(1).is_empty());
         pool.free(slots[0]);
         assert_eq!(pool.drain_releasable(), [SLAB]);
+    }
+
+    #[test]
+    fn restored_groups_keep_their_numbers_and_what_is_claimed_of_them() {
+        let before = pool(3, 4);
+        let after = SlotPool::new(1);
+        after.set_connected(0, true);
+        after.restore(&before.groups()[1..], before.next_group());
+        let slot = SlotId { group: 1, index: 2 };
+        assert!(after.claim(slot));
+        assert!(!after.claim(slot), "twice");
+        for (group, index) in [(0, 0), (1, 4), (3, 0)] {
+            assert!(!after.claim(SlotId { group, index }));
+        }
+        assert_eq!(after.place(slot), before.place(slot));
+        after.forget_unclaimed();
+        assert_eq!(after.groups(), before.groups()[1..2]);
+        assert_eq!(after.next_group(), 3);
+        assert!(!after.allocate(10).contains(&slot));
     }
 
     #[test]

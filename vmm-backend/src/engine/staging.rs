@@ -166,6 +166,22 @@ impl StagingPool {
         )
     }
 
+    /// Takes a slot that a page held before the process was started anew. Before the capacity is
+    /// set; `None` where it is taken already.
+    pub fn claim(&self, slot: StagingSlot) -> Option<Ticket> {
+        let mut slots = self.slots();
+        let place = slot.0 as usize;
+        if slots.uses.len() <= place {
+            slots.uses.resize(place + 1, (Use::Retired, 0));
+        }
+        let (used, turn) = &mut slots.uses[place];
+        if *used != Use::Retired {
+            return None;
+        }
+        (*used, *turn) = (Use::Held, 1);
+        Some(Ticket { slot, turn: 1 })
+    }
+
     fn put_back(slots: &mut Slots, slot: StagingSlot) {
         if slot.0 < slots.capacity {
             slots.uses[slot.0 as usize].0 = Use::Free;
@@ -250,6 +266,22 @@ mod tests {
         assert!(pool.take(4).is_none());
         assert_eq!(pool.available(), 3);
         assert_eq!(pool.take(3).map(|taken| taken.len()), Some(3));
+    }
+
+    #[test]
+    fn claimed_slots_are_no_others_and_come_free_as_any() {
+        let pool = StagingPool::new(0);
+        let held = pool.claim(StagingSlot(1)).expect("free");
+        let beyond = pool.claim(StagingSlot(7)).expect("free");
+        assert_eq!(pool.claim(StagingSlot(1)), None);
+        pool.set_capacity(3);
+        assert_eq!((pool.available(), pool.in_use(), pool.backed()), (2, 2, 4));
+        assert!(pool.start_write(held));
+        assert!(pool.end_write(held));
+        pool.release(held.slot);
+        pool.release(beyond.slot);
+        assert_eq!((pool.available(), pool.in_use()), (3, 0));
+        assert_eq!(pool.drain_retired(), [StagingSlot(7)]);
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! The page table: 32 bytes a page, in memory that outlives the process (a file on our tmpfs).
 //!
-//! Layout of an entry, four little words (format version 1, see `TABLE_VERSION`):
+//! Layout of an entry, four little words (format version 2, see `TABLE_VERSION`):
 //!
 //! | word | bits | meaning |
 //! |---|---|---|
-//! | 0 | 0–3 | state |
+//! | 0 | 0–3 | state; of a busy page also what it becomes, once that is decided |
 //! | 0 | 4 | dirty: no lower copy is good |
 //! | 0 | 5 | write-protected when installed, and not written since |
 //! | 0 | 6 | a slot is held |
@@ -16,8 +16,12 @@
 //! | 1 | 48–63 | generation, high 16 bits |
 //! | 2–3 | | tag; in state `Filled`, word 2 is the page's fill word |
 //!
-//! While a page is `Busy`, the rest of its entry already says what it becomes once its bytes are
+//! Once the fate of a `Busy` page is decided, its entry says all of what it becomes when its bytes are
 //! punched out of the memfd: the memfd decides (present: resident, dirty; hole: as written).
+//!
+//! An entry that is half-written when the process dies says the former state or the new one (see
+//! [`PageTable::store`]). What the former relies on must not be given to others before the new one is
+//! written.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -25,7 +29,7 @@ use super::tag::Tag;
 use super::{Generation, PageIndex, SlotId, StagingSlot};
 
 /// Version of the table's format.
-pub const TABLE_VERSION: u32 = 1;
+pub const TABLE_VERSION: u32 = 2;
 
 /// Words of an entry.
 pub const ENTRY_WORDS: usize = 4;
@@ -35,6 +39,11 @@ const PROTECTED: u64 = 1 << 5;
 const HAS_SLOT: u64 = 1 << 6;
 const HAS_STAGING: u64 = 1 << 7;
 const LOW_24: u64 = (1 << 24) - 1;
+
+/// States in the table of a busy page whose fate is decided.
+const BUSY_TO_STAGED: u64 = 7;
+const BUSY_TO_STORED: u64 = 8;
+const BUSY_TO_FILLED: u64 = 9;
 
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,6 +77,7 @@ impl State {
             3 => State::Staged,
             4 => State::Stored,
             5 => State::Filled,
+            BUSY_TO_STAGED | BUSY_TO_STORED | BUSY_TO_FILLED => State::Busy,
             // An unknown state must never be taken for one whose bytes are known.
             _ => State::Lost,
         }
@@ -79,6 +89,9 @@ impl State {
 pub struct Entry {
     /// Where it is.
     pub state: State,
+    /// Busy, and this is what it becomes once its bytes are out of the memfd: `Staged`, `Stored` or
+    /// `Filled`. In other states it means nothing and is not kept.
+    pub becomes: Option<State>,
     /// Resident, and no lower copy is good.
     pub dirty: bool,
     /// Resident, installed write-protected, and not known to have been written.
@@ -97,6 +110,7 @@ impl Entry {
     /// A page never touched.
     pub const ABSENT: Self = Self {
         state: State::Absent,
+        becomes: None,
         dirty: false,
         protected: false,
         slot: None,
@@ -143,7 +157,13 @@ impl Entry {
     }
 
     fn encode(&self) -> [u64; ENTRY_WORDS] {
-        let mut low = self.state as u64 | (self.generation.0 << 32);
+        let state = match (self.state, self.becomes) {
+            (State::Busy, Some(State::Staged)) => BUSY_TO_STAGED,
+            (State::Busy, Some(State::Stored)) => BUSY_TO_STORED,
+            (State::Busy, Some(State::Filled)) => BUSY_TO_FILLED,
+            (state, _) => state as u64,
+        };
+        let mut low = state | (self.generation.0 << 32);
         let mut high = self.generation.0 >> 32 << 48;
         low |= if self.dirty { DIRTY } else { 0 };
         low |= if self.protected { PROTECTED } else { 0 };
@@ -172,6 +192,12 @@ impl Entry {
         tag[8..].copy_from_slice(&tag_high.to_le_bytes());
         Self {
             state: State::decode(low),
+            becomes: match low & 0xf {
+                BUSY_TO_STAGED => Some(State::Staged),
+                BUSY_TO_STORED => Some(State::Stored),
+                BUSY_TO_FILLED => Some(State::Filled),
+                _ => None,
+            },
             dirty: low & DIRTY != 0,
             protected: low & PROTECTED != 0,
             slot: (low & HAS_SLOT != 0).then_some(SlotId {
@@ -241,11 +267,25 @@ impl PageTable {
         ])
     }
 
-    /// Replaces the page's entry; the word with its state goes last.
+    /// Replaces the page's entry. Whoever finds it half-written finds the former entry, or a new one
+    /// that does not need what is missing: what the new state relies on is written before the word
+    /// with the state, what only the former state relied on after it.
     pub fn store(&self, page: PageIndex, entry: &Entry) {
         let words = entry.encode();
         let place = self.entry(page);
-        for word in (0..ENTRY_WORDS).rev() {
+        let rises = place[1].load(Ordering::Relaxed) >> 48 != words[1] >> 48;
+        let needs_place = entry.slot.is_some() || rises;
+        let needs_tag = entry.slot.is_some()
+            || entry.staging.is_some()
+            || entry.state == State::Filled
+            || entry.becomes.is_some();
+        let order: [usize; ENTRY_WORDS] = match (needs_place, needs_tag) {
+            (true, true) => [3, 2, 1, 0],
+            (true, false) => [1, 0, 3, 2],
+            (false, true) => [3, 2, 0, 1],
+            (false, false) => [0, 1, 2, 3],
+        };
+        for word in order {
             place[word].store(words[word], Ordering::Release);
         }
     }
@@ -261,7 +301,7 @@ mod tests {
         let slot = proptest::option::of((0..1u32 << 24, 0..1u32 << 24));
         let staging = proptest::option::of(0..1u32 << 24);
         (
-            0..7u64,
+            0..10u64,
             any::<[bool; 2]>(),
             slot,
             staging,
@@ -270,6 +310,7 @@ mod tests {
         )
             .prop_map(|(state, flags, slot, staging, generation, tag)| Entry {
                 state: State::decode(state),
+                becomes: Entry::decode([state, 0, 0, 0]).becomes,
                 dirty: flags[0],
                 protected: flags[1],
                 slot: slot.map(|(group, index)| SlotId { group, index }),
@@ -295,6 +336,7 @@ mod tests {
     fn an_entry_has_these_words() {
         let entry = Entry {
             state: State::Staged,
+            becomes: None,
             dirty: true,
             protected: false,
             slot: Some(SlotId {

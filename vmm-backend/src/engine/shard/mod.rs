@@ -5,6 +5,9 @@
 //! one entry there, which ends in `complete` (answered), in a wake (the guest looks again), or
 //! stays for good because the page is lost.
 //!
+//! A slot, here or on a server, is given back only after the table says that the page needs it no
+//! longer: whoever recovers the table of a process that died must not find it in another's use.
+//!
 //! After any batch of events the caller calls [`Shard::pump`], which retries what could not be
 //! done, gives room to those who wait for it, and hands out runs to evict.
 
@@ -660,9 +663,6 @@ impl<P: Ports> Shard<P> {
             return self.lose(page, pending);
         };
         let how = self.ports.copy_staged(page, slot);
-        if matches!(how, Install::Done | Install::Exists) {
-            self.shared.staging.release(slot);
-        }
         // The tag stays: if a write-back in work ends, its slot is a good copy of these bytes.
         let next = Entry {
             tag: entry.tag,
@@ -676,6 +676,9 @@ impl<P: Ports> Shard<P> {
             FaultKind::Staged,
             pending,
         );
+        if matches!(how, Install::Done | Install::Exists) {
+            self.shared.staging.release(slot);
+        }
     }
 
     fn start_fetch(&mut self, page: PageIndex, entry: Entry, attempt: u32, pending: Pending) {
@@ -716,12 +719,9 @@ impl<P: Ports> Shard<P> {
         if slot.is_some() && !keeps {
             self.shared.slots.end_keep();
         }
-        if let Some(slot) = entry.slot
-            && !keeps
-            && matches!(how, Install::Done | Install::Exists)
-        {
-            self.shared.slots.free(slot);
-        }
+        let unused = entry
+            .slot
+            .filter(|_| !keeps && matches!(how, Install::Done | Install::Exists));
         if how == Install::PoolEmpty
             && let Some(ticket) = self.staging_slot()
         {
@@ -733,6 +733,7 @@ impl<P: Ports> Shard<P> {
             pending.fetched = Some((entry, bytes.into()));
         }
         self.end_install(page, how, next, Arrival::New, FaultKind::Remote, pending);
+        self.free_slot(unused);
     }
 
     /// The page's bytes are gone: nothing wrong is ever given instead.
@@ -741,9 +742,6 @@ impl<P: Ports> Shard<P> {
         self.end_move(ticket);
         let entry = self.shared.table.load(page);
         if entry.state != State::Lost {
-            if let Some(slot) = entry.slot {
-                self.shared.slots.free(slot);
-            }
             self.set(
                 page,
                 Entry {
@@ -753,6 +751,7 @@ impl<P: Ports> Shard<P> {
                     ..entry
                 },
             );
+            self.free_slot(entry.slot);
         }
         self.refuse_pins_of(&pending, PinRefused::Lost);
         if pending.fault.is_some() {
@@ -793,14 +792,12 @@ impl<P: Ports> Shard<P> {
             self.shared.budget.release(1);
             self.policy.departed(page);
         }
-        if let Some(slot) = entry.slot {
-            self.shared.slots.free(slot);
-        }
-        if let Some(slot) = entry.staging {
-            self.shared.staging.release(slot);
-        }
         if entry.state != State::Absent {
             self.set(page, entry.into_absent());
+        }
+        self.free_slot(entry.slot);
+        if let Some(slot) = entry.staging {
+            self.shared.staging.release(slot);
         }
     }
 
@@ -817,9 +814,7 @@ impl<P: Ports> Shard<P> {
     }
 
     fn keep_as_dirty(&mut self, page: PageIndex, entry: Entry) {
-        if let Some(slot) = entry.slot {
-            self.shared.slots.free(slot);
-        }
         self.set(page, entry.into_dirty_resident());
+        self.free_slot(entry.slot);
     }
 }

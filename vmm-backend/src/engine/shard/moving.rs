@@ -80,9 +80,6 @@ impl<P: Ports> Shard<P> {
         ticket: Ticket,
     ) {
         self.ports.stage(ticket.slot, bytes);
-        if let Some(slot) = entry.slot {
-            self.shared.slots.free(slot);
-        }
         let next = Entry {
             state: State::Staged,
             dirty: true,
@@ -91,6 +88,7 @@ impl<P: Ports> Shard<P> {
             ..entry
         };
         self.set(page, next);
+        self.free_slot(entry.slot);
         self.shared.budget.release(1);
         self.ports.write_back(StagedPage {
             page,

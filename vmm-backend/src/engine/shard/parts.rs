@@ -6,6 +6,7 @@
 //! content matches a later tag.
 
 use super::*;
+use crate::engine::StagedPage;
 
 impl<P: Ports> Shard<P> {
     /// These pages are there from now on, none of them touched yet. Others of the same range that are
@@ -26,6 +27,38 @@ impl<P: Ports> Shard<P> {
         );
         self.parts.insert(place, run);
         self.shared.stats.found(run.count.into());
+    }
+
+    /// Takes over a page of a former process as the recovered table says; the page is plugged, and
+    /// nothing was done to it yet. One whose staging slot is another's is lost.
+    pub fn adopt_recovered(&mut self, page: PageIndex) {
+        let mut entry = self.shared.table.load(page);
+        let ticket = entry
+            .staging
+            .and_then(|slot| self.shared.staging.claim(slot));
+        if entry.state == State::Staged && ticket.is_none() {
+            entry = Entry {
+                state: State::Lost,
+                staging: None,
+                ..entry
+            };
+            self.shared.table.store(page, &entry);
+        }
+        // Counted as never touched when it was plugged.
+        self.shared.stats.moved(State::Absent, entry.state);
+        match (entry.state, ticket) {
+            (State::Resident, _) => {
+                self.shared.budget.force(1);
+                self.resident += 1;
+                self.policy.arrived(page, Arrival::New);
+            }
+            (State::Staged, Some(staging)) => self.ports.write_back(StagedPage {
+                page,
+                staging,
+                generation: entry.generation,
+            }),
+            _ => {}
+        }
     }
 
     /// The memory of a part is gone: nothing of it is kept anywhere, and whoever waits for it looks

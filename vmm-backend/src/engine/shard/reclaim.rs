@@ -154,7 +154,6 @@ impl<P: Ports> Shard<P> {
             }
             Fate::Filled => {
                 stats.evicted_filled.count();
-                self.free_slot(entry.slot);
                 self.set(
                     page,
                     Entry {
@@ -163,10 +162,10 @@ impl<P: Ports> Shard<P> {
                         ..entry
                     },
                 );
+                self.free_slot(entry.slot);
             }
             Fate::Staged(ticket) => {
                 stats.evicted_staged.count();
-                self.free_slot(entry.slot);
                 self.set(
                     page,
                     Entry {
@@ -175,6 +174,7 @@ impl<P: Ports> Shard<P> {
                         ..entry
                     },
                 );
+                self.free_slot(entry.slot);
                 let generation = entry.generation;
                 self.ports.write_back(StagedPage {
                     page,
@@ -186,7 +186,7 @@ impl<P: Ports> Shard<P> {
         self.shared.budget.release(1);
     }
 
-    fn free_slot(&self, slot: Option<SlotId>) {
+    pub(super) fn free_slot(&self, slot: Option<SlotId>) {
         if let Some(slot) = slot {
             self.shared.slots.free(slot);
         }
@@ -212,7 +212,6 @@ impl<P: Ports> Shard<P> {
                     same,
                     "a staging slot held by another generation of page {page}"
                 );
-                self.shared.staging.release(staged.staging.slot);
                 self.set(
                     page,
                     Entry {
@@ -223,6 +222,7 @@ impl<P: Ports> Shard<P> {
                         ..entry
                     },
                 );
+                self.shared.staging.release(staged.staging.slot);
                 self.move_if_vacating(page);
             }
             // Taken back while it was being written, and not staged again since: the slot is a
