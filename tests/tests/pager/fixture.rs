@@ -240,8 +240,7 @@ impl Control {
     }
 }
 
-/// Starts a backend and waits until it listens.
-fn start_backend(
+fn spawn_backend(
     lab: &Lab,
     uuid: &str,
     wish: &Wish<'_>,
@@ -256,21 +255,34 @@ fn start_backend(
     for server in wish.servers {
         arguments.extend(["--server".to_owned(), (*server).to_owned()]);
     }
-    let dir = lab.path("outram").join(uuid);
     let log = lab.path(&format!("backend-{uuid}"));
-    let file = File::create(&log)?;
-    let mut backend = Command::new(lab.program("outram-backend")?)
+    let file = File::options().create(true).append(true).open(&log)?;
+    let backend = Command::new(lab.program("outram-backend")?)
         .arg("run")
         .args(arguments)
         .stdin(Stdio::null())
         .stdout(file.try_clone()?)
         .stderr(file)
         .spawn()?;
+    Ok((backend, log))
+}
+
+/// Starts a backend and waits until it listens.
+fn start_backend(
+    lab: &Lab,
+    uuid: &str,
+    wish: &Wish<'_>,
+    page_size: &str,
+) -> Result<(Child, PathBuf)> {
+    let (mut backend, log) = spawn_backend(lab, uuid, wish, page_size)?;
+    let dir = lab.path("outram").join(uuid);
     let listening = wait_for("the backend to listen", LONG, || {
         if let Some(status) = backend.try_wait()? {
             bail!("the backend ended with {status}:\n{}", tail(&log));
         }
-        Ok(dir.join("control.sock").exists().then_some(()))
+        // A killed one leaves its socket.
+        let connected = UnixStream::connect(dir.join("control.sock"));
+        Ok(connected.is_ok().then_some(()))
     });
     if let Err(error) = listening {
         let _ = backend.kill();
@@ -353,7 +365,30 @@ impl Guest {
         self.connect()
     }
 
-    fn connect(&mut self) -> Result<()> {
+    /// Kills the backend (SIGKILL), whatever it is at.
+    pub(crate) fn kill_backend(&mut self) -> Result<()> {
+        self.backend.kill()?;
+        self.backend.wait()?;
+        Ok(())
+    }
+
+    /// Starts a backend with the same arguments after the one before was killed. Returns at once.
+    pub(crate) fn spawn_backend_again(&mut self, lab: &Lab, wish: &Wish<'_>) -> Result<()> {
+        (self.backend, self.log) = spawn_backend(lab, &self.uuid, wish, wish.memory().1)?;
+        Ok(())
+    }
+
+    /// The same; returns once it serves the guest.
+    pub(crate) fn take_over(&mut self, lab: &Lab, wish: &Wish<'_>) -> Result<()> {
+        (self.backend, self.log) = start_backend(lab, &self.uuid, wish, wish.memory().1)?;
+        self.wait_status("the guest to be taken over", |status| {
+            status.phase != Phase::Waiting
+        })?;
+        Ok(())
+    }
+
+    /// Has the VMM connect its disk again.
+    pub(crate) fn connect(&mut self) -> Result<()> {
         let connected = self.vmm.command(json!({"do": "connect"})).map(drop);
         connected.with_context(|| self.log())
     }

@@ -5,6 +5,7 @@
 //! The tests run in a sandbox of their own (see `outram_tests::hermetic::sandbox`), without
 //! libvirt. Where none can be made, each is reported as ignored, with the reason on top.
 
+mod crash;
 mod disk;
 mod fixture;
 mod huge;
@@ -35,6 +36,7 @@ fn main() -> ExitCode {
             plugging::TESTS,
             disk::TESTS,
             servers::TESTS,
+            crash::TESTS,
             refusals::TESTS,
             huge::TESTS,
         ]

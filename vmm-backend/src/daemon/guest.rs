@@ -12,11 +12,13 @@ use outram_wire::causes::with_causes;
 use outram_wire::control::Counters;
 use rustix::process::Signal;
 
+use super::config::Config;
 use super::stage::{Daemon, Stage};
 use super::termination::Terminations;
 use crate::device::{self, Device, DeviceConfig};
 use crate::handover::{self, Options, Vmm, Way, discover};
-use crate::pager::{Course, HomingError, Pager};
+use crate::pager::{Course, HomingError, Orphan, Pager};
+use crate::remote::RemoteConfig;
 
 /// A front end sends its first message at once.
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
@@ -247,15 +249,7 @@ impl GuestDoor {
     fn admit(&self, stream: UnixStream) {
         if matches!(self.daemon.stage(), Stage::Waiting) {
             match self.take_over(&stream) {
-                Ok(Some(guest)) => {
-                    let guest = Arc::new(guest);
-                    let followed = Arc::downgrade(&guest);
-                    let follower = std::thread::Builder::new().name("hot-plug".to_owned());
-                    if let Err(error) = follower.spawn(move || follow_memory(&followed)) {
-                        tracing::error!(%error, "hot-plugged memory is not followed");
-                    }
-                    self.daemon.set_stage(Stage::Serving(guest));
-                }
+                Ok(Some(guest)) => serve(&self.daemon, guest),
                 Ok(None) => return,
                 Err(error) => {
                     let reason = with_causes(error.as_ref());
@@ -290,17 +284,12 @@ impl GuestDoor {
         };
         let handed_over = handover::take(&vmm, stream, self.daemon.userfaultfds(), &options)?;
         tracing::info!(pid = vmm.pid, way = %handed_over.way, "memory handed over");
-        let terminations = Terminations::watch(vmm.pid);
-        if let Err(error) = &terminations {
-            tracing::info!(%error, "signals to QEMU are not counted here: 'virsh destroy' of a stopped guest takes 10 s");
-        }
-        let terminations = terminations.ok();
         let prepared = self
             .daemon
             .take_prepared()
             .context("the guest was taken over before")?;
-        let userfaultfds = handed_over.vmm_fd_numbers;
-        let started = prepared.start(vmm.pid, blocks, handed_over.uffds);
+        let (way, userfaultfds) = (handed_over.way, handed_over.vmm_fd_numbers.clone());
+        let started = prepared.start(&vmm, blocks, handed_over);
         // Nothing has been moved: closing them leaves a guest that ran before as it was.
         let pager = Arc::new(started.inspect_err(|_| close_userfaultfds(&vmm, &userfaultfds))?);
         let device = DeviceConfig {
@@ -310,17 +299,63 @@ impl GuestDoor {
         let device = Device::new(device, Arc::clone(&pager) as _)
             .inspect_err(|_| undo(&pager, &vmm, &userfaultfds))?;
         Ok(Some(Guest {
+            terminations: watch_terminations(&vmm),
             vmm,
-            way: handed_over.way,
+            way,
             pager,
             device,
             userfaultfds,
             disconnected: Mutex::new(None),
             let_go: AtomicBool::new(false),
-            terminations,
             stuck: Mutex::new(None),
         }))
     }
+}
+
+fn watch_terminations(vmm: &Vmm) -> Option<Terminations> {
+    let terminations = Terminations::watch(vmm.pid);
+    terminations
+        .inspect_err(|error| {
+            tracing::info!(%error, "signals to QEMU are not counted here: 'virsh destroy' of a stopped guest takes 10 s");
+        })
+        .ok()
+}
+
+/// The guest of a backend that died: its memory is served when this returns. Its disk is, once QEMU
+/// connects again.
+pub(super) fn take_over_again(
+    config: &Config,
+    orphan: Orphan,
+    remote: &RemoteConfig,
+) -> anyhow::Result<Guest> {
+    let (way, userfaultfds) = (orphan.way(), orphan.userfaultfds().to_vec());
+    let (vmm, pager) = orphan.take_over(remote)?;
+    let pager = Arc::new(pager);
+    let device = Device::new(DeviceConfig::new(config.vm), Arc::clone(&pager) as _)?;
+    tracing::info!(pid = vmm.pid, "memory taken over again");
+    Ok(Guest {
+        terminations: watch_terminations(&vmm),
+        vmm,
+        way,
+        pager,
+        device,
+        userfaultfds,
+        // It was connected until a moment ago, and nothing is known to the contrary.
+        disconnected: Mutex::new(None),
+        let_go: AtomicBool::new(false),
+        stuck: Mutex::new(None),
+    })
+}
+
+/// From here on the guest is served, until it ends.
+pub(super) fn serve(daemon: &Daemon, guest: Guest) {
+    let guest = Arc::new(guest);
+    let followed = Arc::downgrade(&guest);
+    let follower = std::thread::Builder::new().name("hot-plug".to_owned());
+    if let Err(error) = follower.spawn(move || follow_memory(&followed)) {
+        tracing::error!(%error, "hot-plugged memory is not followed");
+    }
+    daemon.set_stage(Stage::Serving(guest));
 }
 
 fn serve_disk(guest: &Guest, stream: UnixStream) -> anyhow::Result<()> {

@@ -28,7 +28,7 @@ pub use config::{Config, ConfigError, Flags};
 
 use crate::engine::table::State;
 use crate::far_disk::{self, FarDisk, FarDiskConfig};
-use crate::pager::{PagerConfig, PreparedPager};
+use crate::pager::{Orphan, PagerConfig, PreparedPager};
 use crate::remote::{RemoteConfig, Timing};
 use guest::GuestDoor;
 use run_dir::RunDir;
@@ -79,6 +79,9 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
         data_connections: config.shards as usize + 1,
         timing: Timing::default(),
     };
+    if let Some(orphan) = Orphan::find(&dir.state(), config.vm)? {
+        return serve_again(config, dir, orphan, &remote);
+    }
     let pager = PagerConfig {
         vm: config.vm,
         ram_bytes: config.ram_bytes,
@@ -86,9 +89,8 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
         page_size: config.page_size,
         limit: config.limit,
         shards: config.shards,
-        state_dir: dir.state(),
     };
-    let prepared = PreparedPager::new(pager, &remote)?;
+    let prepared = PreparedPager::new(pager, &remote, &dir.state())?;
     let disk = match open_disk(&config, &remote) {
         Ok(disk) => disk,
         Err(error) => {
@@ -96,9 +98,34 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
             return Err(error.into());
         }
     };
-    let door = dir.listen_vhost(config.socket_user.as_deref())?;
+    let daemon = Daemon::new(config, Some(prepared), disk);
+    tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
+    open_doors(Arc::new(daemon), dir)
+}
+
+/// Goes on with a guest whose backend died: its memory first, then all that others may ask for.
+fn serve_again(
+    config: Config,
+    dir: &RunDir,
+    orphan: Orphan,
+    remote: &RemoteConfig,
+) -> anyhow::Result<()> {
+    if config.disk.is_some() {
+        anyhow::bail!(
+            "the guest's backend has died, and with it what it knew of the far-memory disk: the guest cannot go on; 'virsh destroy' it"
+        );
+    }
+    tracing::warn!(name = %config.name, "the guest's backend has died: its memory is taken over");
+    let guest = guest::take_over_again(&config, orphan, remote)?;
+    let daemon = Arc::new(Daemon::new(config, None, None));
+    guest::serve(&daemon, guest);
+    open_doors(daemon, dir)
+}
+
+/// Serves QEMU's disk and the control socket until the guest has ended.
+fn open_doors(daemon: Arc<Daemon>, dir: &RunDir) -> anyhow::Result<()> {
+    let door = dir.listen_vhost(daemon.config.socket_user.as_deref())?;
     let control = dir.listen_control()?;
-    let daemon = Arc::new(Daemon::new(config, prepared, disk));
     let stop = Arc::clone(&daemon.asked_to_stop);
     for signal in [SIGTERM, SIGINT, SIGHUP] {
         signal_hook::flag::register(signal, Arc::clone(&stop))
@@ -110,7 +137,6 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
     };
     GuestDoor::open(door, &daemon)?;
     control::serve(control, &daemon)?;
-    tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
     watch(&daemon, dir)
 }
 

@@ -42,12 +42,16 @@ pub(super) struct Daemon {
 }
 
 impl Daemon {
-    pub(super) fn new(config: Config, prepared: PreparedPager, disk: Option<Arc<FarDisk>>) -> Self {
+    pub(super) fn new(
+        config: Config,
+        prepared: Option<PreparedPager>,
+        disk: Option<Arc<FarDisk>>,
+    ) -> Self {
         Self {
             config,
             asked_to_stop: Arc::default(),
             stage: Mutex::new(Stage::Waiting),
-            prepared: Mutex::new(Some(prepared)),
+            prepared: Mutex::new(prepared),
             disk,
         }
     }

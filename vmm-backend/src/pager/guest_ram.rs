@@ -20,6 +20,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 
+use super::record::{BlockRecord, RegionRecord};
 use crate::engine::{PageIndex, PageRun, PageSize};
 use crate::handover::MemfdId;
 use crate::handover::discover::{self, RamBlock};
@@ -174,6 +175,18 @@ impl GuestRam {
         &self.ranges
     }
 
+    /// The shard whose pages these are.
+    ///
+    /// # Panics
+    /// Where they are no shard's.
+    pub(super) fn shard_of(&self, run: PageRun) -> usize {
+        let shard = self
+            .ranges
+            .iter()
+            .position(|range| range.contains(run.first));
+        shard.unwrap_or_else(|| panic!("pages of no shard"))
+    }
+
     fn lock(&self) -> RwLockReadGuard<'_, Vec<Arc<Region>>> {
         // Each change of the list is one assignment.
         self.regions.read().unwrap_or_else(PoisonError::into_inner)
@@ -214,6 +227,74 @@ impl GuestRam {
         all.sort_by_key(|region| region.pages.first);
         *regions = all;
         Ok(added)
+    }
+
+    /// Gives a block the places that it had in a former process, which are a region after the other.
+    /// False where they are not all of it, or not places of this table.
+    pub(super) fn restore(&self, block: RamBlock, places: &[PageRun]) -> bool {
+        let pages: u64 = places.iter().map(|place| u64::from(place.count)).sum();
+        if pages * self.size.bytes() != block.length || places.iter().any(|run| run.count == 0) {
+            return false;
+        }
+        let block = Arc::new(Block {
+            memfd: block.memfd,
+            id: block.id,
+            file_offset: block.file_offset,
+            hva: block.hva,
+            pages: pages as u32,
+            size: self.size,
+        });
+        let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
+        let mut all = regions.clone();
+        let mut skipped = 0;
+        for &pages in places {
+            // As they are made: within one shard, and one page away from others.
+            let last = u64::from(pages.first.0) + u64::from(pages.count);
+            let fits = self
+                .ranges
+                .iter()
+                .any(|range| range.contains(pages.first) && last < u64::from(range.end().0));
+            let is_free = all.iter().all(|region| {
+                last < u64::from(region.pages.first.0) || region.pages.end() < pages.first
+            });
+            if !fits || !is_free {
+                return false;
+            }
+            all.push(Arc::new(Region {
+                block: Arc::clone(&block),
+                pages,
+                skipped,
+            }));
+            skipped += pages.count;
+        }
+        all.sort_by_key(|region| region.pages.first);
+        *regions = all;
+        true
+    }
+
+    /// Each block with the places of its regions, for a successor.
+    pub(super) fn records(&self) -> Vec<BlockRecord> {
+        let regions = self.regions();
+        let blocks = self.blocks().into_iter();
+        let records = blocks.map(|block| {
+            let own = regions
+                .iter()
+                .filter(|region| Arc::ptr_eq(&region.block, &block));
+            let mut own: Vec<&Arc<Region>> = own.collect();
+            own.sort_by_key(|region| region.skipped);
+            let places = own.iter().map(|region| RegionRecord {
+                first: region.pages.first.0,
+                count: region.pages.count,
+            });
+            BlockRecord {
+                memfd: block.id.into(),
+                file_offset: block.file_offset,
+                address: block.hva,
+                bytes: block.bytes(),
+                regions: places.collect(),
+            }
+        });
+        records.collect()
     }
 
     /// The regions with these pages have left.
@@ -581,6 +662,42 @@ mod tests {
         let again = ram.add(block(4, 0x20_0000_0000)).expect("its room is free");
         let places: Vec<PageRun> = again.iter().map(|region| region.pages).collect();
         assert_eq!(places, runs);
+    }
+
+    #[test]
+    fn recorded_places_are_the_same_in_another_process() {
+        let before = ram(7, 2);
+        before.add(block(5, 0x10_0000_0000)).expect("room");
+        before.add(block(2, 0x20_0000_0000)).expect("room");
+        let records = before.records();
+        let places = |record: &BlockRecord| -> Vec<PageRun> {
+            let places = record.regions.iter().map(|region| PageRun {
+                first: PageIndex(region.first),
+                count: region.count,
+            });
+            places.collect()
+        };
+        let after = ram(7, 2);
+        for record in &records {
+            let again = block(record.bytes / MIB, record.address);
+            assert!(after.restore(again, &places(record)));
+        }
+        for address in [0x10_0000_0000, 0x10_0040_0000, 0x20_0000_0000] {
+            assert!(before.page_at(address).is_some());
+            assert_eq!(after.page_at(address), before.page_at(address));
+        }
+        let twice = block(5, 0x30_0000_0000);
+        assert!(!after.restore(twice, &places(&records[0])), "taken");
+        let other = block(4, 0x30_0000_0000);
+        assert!(
+            !ram(7, 2).restore(other, &places(&records[0])),
+            "of another size"
+        );
+        let outside = PageRun {
+            first: PageIndex(1 << 30),
+            count: 512,
+        };
+        assert!(!ram(7, 2).restore(block(2, 0), &[outside]));
     }
 
     #[test]

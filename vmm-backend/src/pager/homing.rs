@@ -159,6 +159,9 @@ impl Pager {
                 return Err(error);
             }
         }
+        if let Err(error) = self.records.remove_record() {
+            tracing::warn!(%error, "a backend that takes over from this one would page the guest again");
+        }
         *lock(&self.course) = Course::Released;
         self.retire();
         Ok(())

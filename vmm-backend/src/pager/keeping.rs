@@ -6,17 +6,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, select};
+use outram_wire::causes::with_causes;
 use outram_wire::server::SlabId;
 use outram_wire::units::format_size;
 
 use super::inbox::Inbox;
 use super::limits::BudgetRule;
+use super::record::Records;
 use super::report::ServerNotes;
 use super::shard_thread::ShardEvent;
-use super::state_dir::StagingArea;
+use super::state_dir::{StagingArea, StateError};
 use super::writer::{WriterEvent, forget_slabs};
 use crate::engine::SharedRef;
-use crate::engine::slots::{ServerIndex, SlabRef};
+use crate::engine::slots::{GroupPlace, ServerIndex, SlabRef};
 use crate::remote::{Session, SessionEvent};
 
 /// How often leases are checked and retired slots are given back.
@@ -32,6 +34,7 @@ pub(super) struct Housekeeping {
     pub(super) writer: Inbox<WriterEvent>,
     pub(super) notes: Arc<ServerNotes>,
     pub(super) rule: Arc<BudgetRule>,
+    pub(super) records: Records,
     /// Slabs in the slot pool, with their servers.
     pub(super) known_slabs: HashSet<SlabRef>,
 }
@@ -160,10 +163,30 @@ impl Housekeeping {
             return self.writer.send(WriterEvent::LeaseRefused(server));
         }
         let slab = SlabRef { server, slab: id.0 };
+        // Before any page lies there: a successor has to find it.
+        if let Err(error) = self.note_group(slab, pages) {
+            let reason = format!("its slab cannot be noted down: {}", with_causes(&error));
+            tracing::error!(server, %reason, "a slab is given back");
+            self.notes.note_refusal(server, reason);
+            self.sessions[server].release_slab(id);
+            return self.writer.send(WriterEvent::LeaseRefused(server));
+        }
         self.known_slabs.insert(slab);
         self.shared.slots.add_slab(slab, pages);
         self.notes.clear_refusal(server);
         self.writer.send(WriterEvent::Leased(server));
+    }
+
+    /// Writes down the groups there are and the one to come.
+    fn note_group(&self, slab: SlabRef, slots: u32) -> Result<(), StateError> {
+        let mut groups = self.shared.slots.groups();
+        let number = self.shared.slots.next_group();
+        groups.push(GroupPlace {
+            number,
+            slab,
+            slots,
+        });
+        self.records.write_groups(&groups, number + 1)
     }
 
     fn up(&mut self, server: ServerIndex, slab_bytes: u64, held: &[SlabId]) {

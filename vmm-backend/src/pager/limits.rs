@@ -217,6 +217,9 @@ impl Pager {
             return Err(error);
         }
         self.settle(&mut standing, next);
+        if let Err(error) = self.update_record(|record| record.limit = limit) {
+            tracing::warn!(%error, "a backend that takes over from this one would keep the former limit");
+        }
         Ok(())
     }
 

@@ -14,16 +14,18 @@ mod limits;
 mod pin;
 mod plugging;
 mod ready;
+mod record;
 mod released;
 mod report;
 mod shard_thread;
 mod state_dir;
+mod takeover;
 mod uffd;
 mod writer;
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -32,12 +34,15 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
+use crate::engine::PageRun;
 use crate::engine::policy::TwoQueues;
 use crate::engine::shard::Shard;
+use crate::engine::slots::SlabRef;
 use crate::engine::table::PageTable;
 use crate::engine::tag::TagKey;
 use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
 use crate::handover::discover::{self, RamBlock};
+use crate::handover::{HandedOver, Vmm};
 use crate::remote::{RemoteConfig, RemoteError, Session, SessionEvent};
 use demand::DemandReads;
 use evictor::Evictor;
@@ -47,6 +52,7 @@ use keeping::Housekeeping;
 use limits::{BudgetRule, Standing};
 use pin::PinGate;
 use plugging::{AsideList, Plugging};
+use record::{Record, Records};
 use shard_thread::{ShardEvent, ShardGauges, ShardPorts, ShardThread};
 use state_dir::{StagingArea, StateDir};
 use uffd::Uffd;
@@ -56,6 +62,7 @@ pub use homing::{Course, HomingError};
 pub use limits::{HEADROOM_BYTES, LimitError, min_limit_bytes};
 pub use report::{MemoryReport, ServerNotes};
 pub use state_dir::StateError;
+pub use takeover::{Orphan, TakeoverError};
 
 /// How long the servers may take to confirm that everything was given back.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -78,8 +85,6 @@ pub struct PagerConfig {
     pub limit: Limit,
     /// Shards that its RAM is split into.
     pub shards: u32,
-    /// Where the state directory is mounted.
-    pub state_dir: std::path::PathBuf,
 }
 
 /// Why a pager could not be started.
@@ -157,11 +162,34 @@ pub struct PreparedPager {
     state_dir: StateDir,
     sessions: Arc<[Session]>,
     events: Receiver<SessionEvent>,
+    servers: Vec<String>,
+}
+
+/// A guest's memory in our hands: what the threads of its pager are made of.
+struct Held {
+    vmm_pid: i32,
+    ram: Arc<GuestRam>,
+    uffds: Vec<Arc<Uffd>>,
+    plugging: Plugging,
+    record: Record,
+    /// Where it was a former process's: the pages of the table that may have been touched, each
+    /// entry recovered, and its slabs.
+    recovered: Option<Recovered>,
+}
+
+/// See [`Held::recovered`].
+struct Recovered {
+    written: Vec<PageRun>,
+    slabs: HashSet<SlabRef>,
 }
 
 impl PreparedPager {
     /// Reserves room at the servers and makes the state directory.
-    pub fn new(config: PagerConfig, remote: &RemoteConfig) -> Result<Self, PagerError> {
+    pub fn new(
+        config: PagerConfig,
+        remote: &RemoteConfig,
+        state_dir: &Path,
+    ) -> Result<Self, PagerError> {
         if remote.addresses.is_empty() {
             return Err(PagerError::NoServer);
         }
@@ -175,7 +203,7 @@ impl PreparedPager {
         let pages = u32::try_from(pages).map_err(|_| LimitError::TooMuchRam(most_ram))?;
         let most_staging = limits::most_staging_pages(most_ram, size);
         let staging_bytes = u64::from(most_staging) * size.bytes();
-        let state_dir = StateDir::create(&config.state_dir, pages, staging_bytes)?;
+        let state_dir = StateDir::create(state_dir, pages, staging_bytes)?;
         let table = state_dir.create_table(config.vm, pages)?;
         let table_file = table.file().map_err(system("duplicating a descriptor"))?;
         let staging = Arc::new(state_dir.create_staging(most_staging, size)?);
@@ -185,6 +213,7 @@ impl PreparedPager {
         let mut key = [0; 32];
         getrandom::fill(&mut key)
             .map_err(|error| system("drawing a key")(io::Error::other(error)))?;
+        state_dir.records().write_keys(key, remote.secret)?;
         let shared = Arc::new(Shared {
             page_size: size,
             table: PageTable::new(Box::new(table)),
@@ -204,6 +233,7 @@ impl PreparedPager {
             state_dir,
             sessions,
             events,
+            servers: remote.addresses.iter().map(ToString::to_string).collect(),
         })
     }
 
@@ -225,11 +255,11 @@ impl PreparedPager {
     /// Takes the guest's memory over: from here on its faults are ours.
     pub fn start(
         self,
-        vmm_pid: i32,
+        vmm: &Vmm,
         blocks: Vec<RamBlock>,
-        uffds: Vec<OwnedFd>,
+        taken: HandedOver,
     ) -> Result<Pager, PagerError> {
-        let size = self.config.page_size;
+        let (size, vmm_pid) = (self.config.page_size, vmm.pid);
         check_page_sizes(&blocks, size)?;
         let ram = GuestRam::of(self.shared.table.pages(), self.config.shards, size, vmm_pid);
         let ram = Arc::new(ram.map_err(system("opening QEMU's page map"))?);
@@ -247,27 +277,33 @@ impl PreparedPager {
                 return Err(more);
             }
         }
-        let uffds: Vec<Arc<Uffd>> = uffds
-            .into_iter()
+        let mut record = Record::new(vmm, &taken, &self.config, self.servers.clone());
+        record.blocks = ram.records();
+        record.foreign = plugging.foreign();
+        // Before the kernel asks anybody for a page: from then on somebody has to answer.
+        self.state_dir.records().write_record(&record)?;
+        let uffds = taken.uffds.into_iter();
+        let uffds = uffds
             .map(|fd| Uffd::adopt(fd, size).map(Arc::new))
             .collect::<io::Result<_>>()
             .map_err(system("the userfaultfd handshake"))?;
-        self.spawn(vmm_pid, ram, uffds, plugging)
+        self.spawn(Held {
+            vmm_pid,
+            ram,
+            uffds,
+            plugging,
+            record,
+            recovered: None,
+        })
     }
 
-    fn spawn(
-        self,
-        vmm_pid: i32,
-        ram: Arc<GuestRam>,
-        uffds: Vec<Arc<Uffd>>,
-        plugging: Plugging,
-    ) -> Result<Pager, PagerError> {
+    fn spawn(self, held: Held) -> Result<Pager, PagerError> {
         // Opened once all threads stand: where one cannot be made, no other has touched anything.
         let (opener, gate) = unbounded();
         let mut threads = Vec::new();
         let mut inboxes = Vec::new();
         let mut queues = Vec::new();
-        for _ in &uffds {
+        for _ in &held.uffds {
             let (sender, messages) = inbox().map_err(system("making an eventfd"))?;
             inboxes.push(sender);
             queues.push(messages);
@@ -283,14 +319,13 @@ impl PreparedPager {
         let writer_gauges = writer.gauges();
         let parts = Parts {
             prepared: &self,
-            vmm_pid,
-            ram: &ram,
+            held: &held,
             inboxes: &inboxes,
             writer: &writer_inbox,
             gate: &gate,
         };
         let mut gauges = Vec::new();
-        for (number, (uffd, messages)) in uffds.iter().zip(queues).enumerate() {
+        for (number, (uffd, messages)) in held.uffds.iter().zip(queues).enumerate() {
             gauges.push(parts.start_shard(number, Arc::clone(uffd), messages, &mut threads)?);
         }
         threads.push(spawn("write-back", &gate, move || writer.work())?);
@@ -302,7 +337,13 @@ impl PreparedPager {
         };
         let limit_pages = self.sizes.limit_pages;
         let rule = Arc::new(BudgetRule::new(limit_pages, standing.ram_pages()));
+        if held.recovered.is_some() {
+            // Its pages have claimed the slots that they hold.
+            self.shared.staging.set_capacity(self.sizes.staging_pages);
+            rule.apply(&self.shared);
+        }
         let notes = Arc::new(ServerNotes::new(self.sessions.len()));
+        let records = self.state_dir.records();
         let keeping = Housekeeping {
             shared: Arc::clone(&self.shared),
             staging: Arc::clone(&self.staging),
@@ -312,7 +353,10 @@ impl PreparedPager {
             writer: writer_inbox.clone(),
             notes: Arc::clone(&notes),
             rule: Arc::clone(&rule),
-            known_slabs: HashSet::new(),
+            records: records.clone(),
+            known_slabs: held
+                .recovered
+                .map_or_else(HashSet::new, |found| found.slabs),
         };
         threads.push(spawn("housekeeping", &gate, move || {
             keeping.work(&stopped)
@@ -323,7 +367,7 @@ impl PreparedPager {
         }
         Ok(Pager {
             shared: self.shared,
-            ram,
+            ram: held.ram,
             staging: self.staging,
             table_file: self.table_file,
             sessions: self.sessions,
@@ -332,11 +376,11 @@ impl PreparedPager {
             writer: writer_inbox,
             writer_gauges,
             notes,
-            vmm_pid,
+            vmm_pid: held.vmm_pid,
             most_ram_bytes: self.config.max_ram_bytes.max(self.config.ram_bytes),
-            uffds,
+            uffds: held.uffds,
             standing: Mutex::new(standing),
-            plugging: Mutex::new(plugging),
+            plugging: Mutex::new(held.plugging),
             aside: AsideList::default(),
             rule,
             pin_gate: Arc::new(PinGate::new(limit_pages, self.config.page_size)),
@@ -345,6 +389,8 @@ impl PreparedPager {
             course: Mutex::new(Course::Serving),
             retired: AtomicBool::new(false),
             state_dir: Mutex::new(Some(self.state_dir)),
+            records,
+            record: Mutex::new(held.record),
         })
     }
 }
@@ -412,8 +458,7 @@ fn spawn(
 /// What the threads of a shard are made of.
 struct Parts<'a> {
     prepared: &'a PreparedPager,
-    vmm_pid: i32,
-    ram: &'a Arc<GuestRam>,
+    held: &'a Held,
     inboxes: &'a [Inbox<ShardEvent>],
     writer: &'a Inbox<WriterEvent>,
     gate: &'a Receiver<()>,
@@ -432,7 +477,7 @@ impl Parts<'_> {
         let (runs, handed_out) = bounded(16);
         let evictor = Evictor {
             uffd: Arc::clone(&uffd),
-            ram: Arc::clone(self.ram),
+            ram: Arc::clone(&self.held.ram),
             staging: Arc::clone(&self.prepared.staging),
             shared: Arc::clone(&shared),
             shard: self.inboxes[number].clone(),
@@ -448,7 +493,7 @@ impl Parts<'_> {
         let ports = ShardPorts {
             shard: number,
             uffd,
-            ram: Arc::clone(self.ram),
+            ram: Arc::clone(&self.held.ram),
             staging: Arc::clone(&self.prepared.staging),
             demand: DemandReads::new(Arc::clone(&shared), Arc::clone(&self.prepared.sessions)),
             evictor: runs,
@@ -457,21 +502,26 @@ impl Parts<'_> {
             pin_answers: HashMap::new(),
             epoch: Instant::now(),
         };
-        let range = self.ram.ranges()[number];
+        let range = self.held.ram.ranges()[number];
         let policy = Box::new(TwoQueues::new(range));
         let gauges = Arc::<ShardGauges>::default();
         let mut thread = ShardThread {
             shard: Shard::new(range, Arc::clone(&shared), ports, policy),
             messages,
             gauges: Arc::clone(&gauges),
-            vmm_pid: self.vmm_pid,
+            vmm_pid: self.held.vmm_pid,
             unmapped: Vec::new(),
             leaving: Vec::new(),
             next_pin: 0,
         };
-        let regions = self.ram.regions().into_iter();
+        let regions = self.held.ram.regions().into_iter();
         for region in regions.filter(|region| range.contains(region.pages.first)) {
-            let populated = plugging::watch(&thread.shard.ports().uffd, self.ram, &region)
+            if let Some(recovered) = &self.held.recovered {
+                // Watched by a former process, and since then.
+                thread.take_over(region.pages, &recovered.written);
+                continue;
+            }
+            let populated = plugging::watch(&thread.shard.ports().uffd, &self.held.ram, &region)
                 .map_err(system("taking guest RAM over with userfaultfd"))?;
             thread.plug(region.pages, populated);
         }
@@ -508,9 +558,22 @@ pub struct Pager {
     /// What works towards the servers has ended.
     retired: AtomicBool,
     state_dir: Mutex<Option<StateDir>>,
+    records: Records,
+    /// What a successor is to find.
+    record: Mutex<Record>,
 }
 
 impl Pager {
+    /// Writes down what has changed of the hand-over, for a successor.
+    fn update_record(&self, change: impl FnOnce(&mut Record)) -> Result<(), StateError> {
+        let mut record = lock(&self.record);
+        let mut next = record.clone();
+        change(&mut next);
+        self.records.write_record(&next)?;
+        *record = next;
+        Ok(())
+    }
+
     /// Lets every thread of the VMM that waits in a fault go: it is being killed and could not be
     /// reaped otherwise. Nothing of its memory is served any longer.
     pub fn let_go(&self) {

@@ -21,7 +21,9 @@ use rustix::fs::FallocateFlags;
 
 use super::guest_ram::{Block, GuestRam, Region};
 use super::limits::Standing;
+use super::record::FileId;
 use super::shard_thread::ShardEvent;
+use super::state_dir::StateError;
 use super::uffd::Uffd;
 use super::{Course, LimitError, Pager, guest_ram, lock};
 use crate::device::HostRange;
@@ -53,6 +55,9 @@ enum AsideReason {
     /// Our own device uses it.
     #[error("the guest's disk is using it")]
     InUse,
+    /// It could not be written down.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// A shard could not take its part.
     #[error("userfaultfd refused it")]
     Userfaultfd(#[source] std::io::Error),
@@ -120,6 +125,19 @@ impl Plugging {
                 .collect(),
             leaving: Vec::new(),
         }
+    }
+
+    /// The same as a former process found it.
+    pub(super) fn again(foreign: &[FileId]) -> Self {
+        Self {
+            foreign: foreign.iter().map(|id| (*id).into()).collect(),
+            leaving: Vec::new(),
+        }
+    }
+
+    /// What is no RAM, for a successor.
+    pub(super) fn foreign(&self) -> Vec<FileId> {
+        self.foreign.iter().map(|id| (*id).into()).collect()
     }
 }
 
@@ -361,6 +379,11 @@ impl Pager {
     /// Gives a block to the shards: all of it or nothing. Only then may anything of it be evicted.
     fn plug(&self, block: RamBlock) -> Result<(), AsideReason> {
         let regions = self.ram.add(block)?;
+        if let Err(error) = self.note_blocks() {
+            let runs: Vec<PageRun> = regions.iter().map(|region| region.pages).collect();
+            self.ram.remove(&runs);
+            return Err(error.into());
+        }
         let mut watched = Vec::new();
         for region in &regions {
             match watch(&self.uffds[self.shard_of(region.pages)], &self.ram, region) {
@@ -382,15 +405,20 @@ impl Pager {
         Ok(())
     }
 
+    /// Writes down the blocks there are, before anything of a new one leaves memory. What is written
+    /// down and not mapped (it has left since, or was not taken in the end) does no harm.
+    fn note_blocks(&self) -> Result<(), StateError> {
+        let blocks = self.ram.records();
+        self.update_record(|record| record.blocks = blocks)
+    }
+
     /// RAM that is managed, in bytes.
     pub(super) fn ram_bytes(&self) -> u64 {
         u64::from(self.ram.pages()) * self.ram.page_size().bytes()
     }
 
-    fn shard_of(&self, run: PageRun) -> usize {
-        let ranges = self.ram.ranges();
-        let shard = ranges.iter().position(|range| range.contains(run.first));
-        shard.unwrap_or_else(|| panic!("pages of no shard"))
+    pub(super) fn shard_of(&self, run: PageRun) -> usize {
+        self.ram.shard_of(run)
     }
 }
 

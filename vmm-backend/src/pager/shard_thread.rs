@@ -414,6 +414,15 @@ impl ShardThread {
         pages.for_each(|page| self.shard.adopt_populated(page));
     }
 
+    /// Takes a region over from a former process; `written` are the pages whose entries it may have
+    /// used, recovered by now.
+    pub(super) fn take_over(&mut self, region: PageRun, written: &[PageRun]) {
+        self.shard.plug(region);
+        let own = written.iter().filter_map(|run| intersect(*run, region));
+        let pages = own.flat_map(PageRun::pages);
+        pages.for_each(|page| self.shard.adopt_recovered(page));
+    }
+
     /// A region's memory is gone.
     fn unplug(&mut self, run: PageRun, answer: Sender<()>) {
         self.unmapped

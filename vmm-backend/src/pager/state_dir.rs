@@ -1,4 +1,4 @@
-//! What outlives the process: the page table and the staging area, on a size-limited tmpfs of the
+//! What outlives the process: the small files of [`Records`], the page table and the staging area, on a size-limited tmpfs of the
 //! guest's own, mounted at `/run/outram/<uuid>/state`.
 //!
 //! Both are files mapped into memory. Invariants: the table's mapping lies within a file of its
@@ -15,13 +15,15 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 use outram_wire::units::VmId;
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
 
+use super::record::Records;
+use crate::engine::recovery::StagedBytes;
 use crate::engine::table::{ENTRY_WORDS, TABLE_VERSION, Words};
-use crate::engine::{PageSize, StagingSlot};
+use crate::engine::{PageIndex, PageRun, PageSize, StagingSlot};
 
 /// First bytes of a table: what it is, before its version.
 const TABLE_MAGIC: &[u8; 8] = b"OUTRAMPT";
@@ -32,8 +34,12 @@ const HEADER_BYTES: u64 = PageSize::BASE.bytes();
 /// Bytes of an entry.
 const ENTRY_BYTES: u64 = (ENTRY_WORDS * 8) as u64;
 
-/// Beyond the files: inodes and directory entries of the tmpfs.
+/// Beyond the files: inodes and directory entries of the tmpfs, and the small files.
 const TMPFS_SLACK_BYTES: u64 = 1 << 20;
+
+/// What the list of groups takes at most, of each page of the table: some 50 bytes a slab in its old
+/// and its new form, and slabs of the smallest size, 1 MiB.
+const GROUP_BYTES_A_PAGE: u64 = 1;
 
 /// Why the state directory could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -49,6 +55,23 @@ pub enum StateError {
         #[source]
         source: io::Error,
     },
+    /// A file of a former process is not as it has to be.
+    #[error("{path} cannot be taken over: {why}; the guest is left as it is: 'virsh destroy' ends it", path = .path.display())]
+    Unusable {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A file of a former process cannot be parsed.
+    #[error("{path} is not understood", path = .path.display())]
+    NotUnderstood {
+        /// Which.
+        path: PathBuf,
+        /// Where and why.
+        #[source]
+        source: serde_json::Error,
+    },
     /// A file could not be made or mapped.
     #[error("cannot prepare {path}", path = .path.display())]
     File {
@@ -60,18 +83,20 @@ pub enum StateError {
     },
 }
 
-/// The mounted directory; unmounted when dropped.
+/// The mounted directory; unmounted when dropped, unless it is only looked at.
 #[derive(Debug)]
 pub(super) struct StateDir {
     path: PathBuf,
+    is_ours: bool,
 }
 
 impl StateDir {
     /// Mounts a tmpfs for a table of `pages` pages and `staging_bytes` of staging area. What an
     /// earlier backend of the same guest left there is removed.
     pub(super) fn create(path: &Path, pages: u32, staging_bytes: u64) -> Result<Self, StateError> {
-        let table = HEADER_BYTES + u64::from(pages) * ENTRY_BYTES;
-        let bytes = table + staging_bytes + TMPFS_SLACK_BYTES;
+        let table = table_bytes(pages);
+        let groups = u64::from(pages) * GROUP_BYTES_A_PAGE;
+        let bytes = table + groups + staging_bytes + TMPFS_SLACK_BYTES;
         let failed = |source: io::Error| StateError::Mount {
             path: path.to_owned(),
             bytes,
@@ -102,6 +127,86 @@ impl StateDir {
             .map_err(failed)?;
         Ok(Self {
             path: path.to_owned(),
+            is_ours: true,
+        })
+    }
+
+    /// Looks at the directory of a former process; it stays mounted whatever comes of that.
+    pub(super) fn open(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            is_ours: false,
+        }
+    }
+
+    /// From here on the guest is served with it, and it goes when the guest has ended.
+    pub(super) fn adopt(&mut self) {
+        self.is_ours = true;
+    }
+
+    /// Its small files.
+    pub(super) fn records(&self) -> Records {
+        Records::of(&self.path)
+    }
+
+    /// Maps the page table of a former process, if nobody else has it.
+    pub(super) fn open_table(&self, vm: VmId) -> Result<TableFile, StateError> {
+        let path = self.path.join("table");
+        let read = || {
+            let file = OpenOptions::new().read(true).write(true).open(&path)?;
+            lock(&file)?;
+            let mut header = [0; 40];
+            file.read_exact_at(&mut header, 0)?;
+            Ok((file.metadata()?.len(), file, header))
+        };
+        let failed = |source| StateError::File {
+            path: path.clone(),
+            source,
+        };
+        let (length, file, header) = read().map_err(failed)?;
+        let records = self.records();
+        let version = u32::from_le_bytes(part(&header, 8));
+        if header[..8] != TABLE_MAGIC[..] {
+            return Err(records.unusable("table", "it is no page table"));
+        }
+        if version != TABLE_VERSION {
+            return Err(records.other_version("table", version));
+        }
+        let pages = u64::from_le_bytes(part(&header, 16));
+        let expected = u32::try_from(pages).ok().filter(|pages| {
+            u32::from_le_bytes(part(&header, 12)) == ENTRY_BYTES as u32
+                && header[24..] == vm.0.as_bytes()[..]
+                && length == table_bytes(*pages)
+        });
+        let Some(pages) = expected else {
+            return Err(records.unusable("table", "its header is not that of this guest's"));
+        };
+        let mapping = Mapping::new(&file, length).map_err(failed)?;
+        Ok(TableFile {
+            file,
+            mapping,
+            entries: pages as usize,
+        })
+    }
+
+    /// Maps the staging area of a former process.
+    pub(super) fn open_staging(&self, size: PageSize) -> Result<StagingArea, StateError> {
+        let path = self.path.join("staging");
+        let map = || {
+            let file = OpenOptions::new().read(true).write(true).open(&path)?;
+            let length = file.metadata()?.len();
+            let slots = u32::try_from(length / size.bytes()).map_err(io::Error::other)?;
+            let mapping = Mapping::new(&file, u64::from(slots) * size.bytes())?;
+            Ok(StagingArea {
+                file,
+                mapping,
+                slots,
+                size,
+            })
+        };
+        map().map_err(|source| StateError::File {
+            path: path.clone(),
+            source,
         })
     }
 
@@ -110,7 +215,8 @@ impl StateDir {
         let path = self.path.join("table");
         let make = || {
             let file = open(&path)?;
-            let length = HEADER_BYTES + u64::from(pages) * ENTRY_BYTES;
+            lock(&file)?;
+            let length = table_bytes(pages);
             file.set_len(length)?;
             let mut header = Vec::with_capacity(64);
             header.extend_from_slice(TABLE_MAGIC);
@@ -160,9 +266,57 @@ impl StateDir {
 
 impl Drop for StateDir {
     fn drop(&mut self) {
+        if !self.is_ours {
+            return;
+        }
         if let Err(error) = rustix::mount::unmount(&self.path, UnmountFlags::DETACH) {
             tracing::warn!(path = %self.path.display(), %error, "the state directory stays mounted");
         }
+    }
+}
+
+/// Bytes of a table's file.
+fn table_bytes(pages: u32) -> u64 {
+    HEADER_BYTES + u64::from(pages) * ENTRY_BYTES
+}
+
+/// The pages whose entries were ever written in a table, and some of their neighbours: looking at
+/// others would fill the table with pages of its own.
+pub(super) fn written_pages(table: &File) -> io::Result<Vec<PageRun>> {
+    let end = table.metadata()?.len();
+    let mut runs = Vec::new();
+    let mut at = HEADER_BYTES;
+    while at < end {
+        let data = match rustix::fs::seek(table, SeekFrom::Data(at)) {
+            Ok(data) if data < end => data,
+            Ok(_) | Err(Errno::NXIO) => break,
+            Err(errno) => return Err(errno.into()),
+        };
+        at = rustix::fs::seek(table, SeekFrom::Hole(data))?.min(end);
+        let page = |offset: u64| ((offset - HEADER_BYTES) / ENTRY_BYTES) as u32;
+        runs.push(PageRun {
+            first: PageIndex(page(data)),
+            count: page(at) - page(data),
+        });
+    }
+    Ok(runs)
+}
+
+/// Some bytes of a header.
+fn part<const N: usize>(header: &[u8], start: usize) -> [u8; N] {
+    let mut part = [0; N];
+    part.copy_from_slice(&header[start..start + N]);
+    part
+}
+
+/// Keeps other processes from using the same table, for as long as this one has it open.
+fn lock(file: &File) -> io::Result<()> {
+    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => {
+            let text = "another backend of this guest is at work";
+            Err(io::Error::new(io::ErrorKind::WouldBlock, text))
+        }
+        locked => Ok(locked?),
     }
 }
 
@@ -273,6 +427,11 @@ impl StagingArea {
         Ok(rustix::fs::fallocate(&self.file, flags, offset, length)?)
     }
 
+    /// Slots there is room for, backed or not.
+    pub(super) fn slots(&self) -> u32 {
+        self.slots
+    }
+
     fn range(&self, first: u32, count: u32) -> (u64, u64) {
         (
             u64::from(first) * self.size.bytes(),
@@ -351,5 +510,11 @@ impl StagingArea {
             }
         }
         Ok(())
+    }
+}
+
+impl StagedBytes for StagingArea {
+    fn staged(&self, slot: StagingSlot) -> Option<&[u8]> {
+        (slot.0 < self.slots).then(|| self.page(slot))
     }
 }

@@ -119,10 +119,33 @@ impl Uffd {
         };
         // SAFETY: the argument is a live struct of the size that the request's number names.
         check(unsafe { libc::ioctl(fd.as_raw_fd(), UFFDIO_API, &raw mut handshake) })?;
-        if handshake.features & needed != needed {
+        Self::greeted(fd, size, handshake.features)
+    }
+
+    /// Takes over a descriptor of a former process, which may have died before it shook hands.
+    pub(super) fn adopt_again(fd: OwnedFd, size: PageSize) -> io::Result<Self> {
+        let needed = features(size);
+        let mut handshake = ApiHandshake {
+            api: API,
+            features: needed,
+            ioctls: 0,
+        };
+        // SAFETY: as in `adopt`.
+        match check(unsafe { libc::ioctl(fd.as_raw_fd(), UFFDIO_API, &raw mut handshake) }) {
+            Ok(()) => Self::greeted(fd, size, handshake.features),
+            // Hands are shaken once; ours were found to be enough then.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                Self::greeted(fd, size, needed)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn greeted(fd: OwnedFd, size: PageSize, has: u64) -> io::Result<Self> {
+        let needed = features(size);
+        if has & needed != needed {
             return Err(io::Error::other(format!(
-                "the kernel lacks userfaultfd features (has {:#x}, needed {needed:#x}): Linux 6.1 or newer is needed",
-                handshake.features
+                "the kernel lacks userfaultfd features (has {has:#x}, needed {needed:#x}): Linux 6.1 or newer is needed"
             )));
         }
         // SAFETY: ownership of a userfaultfd goes from one owner to the other.

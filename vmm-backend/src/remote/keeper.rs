@@ -17,7 +17,7 @@ use outram_wire::server::{DiskWelcome, InstanceId, Purpose, SlabId, Welcome};
 use super::connect::{Dialer, Greeted};
 use super::exchange::{Asked, Link};
 use super::opener::{Opener, Opening};
-use super::session::{Order, Orders, SessionStatus, Shared};
+use super::session::{Former, Order, Orders, SessionStatus, Shared};
 use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
 
 /// Why the keeper stops serving a link.
@@ -105,6 +105,52 @@ impl Keeper {
         })
     }
 
+    /// Takes over what a former process leased, whenever the server can be reached.
+    pub(super) fn resume_later(
+        server: usize,
+        config: &RemoteConfig,
+        purpose: Purpose,
+        former: Former,
+        events: Sender<SessionEvent>,
+        waker: EventFd,
+    ) -> Result<Self, RemoteError> {
+        let dialer = Dialer::new(config, server)?;
+        // Told by the first greeting.
+        let instance = InstanceId(uuid::Uuid::nil());
+        let status = SessionStatus {
+            address: dialer.address.clone(),
+            connected: false,
+            detail: None,
+            instance,
+            slab_bytes: 0,
+            slabs: former.held.len() as u64,
+            reserved_bytes: 0,
+            reconnections: 0,
+        };
+        Ok(Self {
+            server,
+            purpose,
+            roles: config.data_connections,
+            events,
+            shared: Arc::new(Shared {
+                status: status.into(),
+                lease_until_ms: AtomicU64::new(0),
+                waker,
+            }),
+            instance,
+            lease: config.timing.renew,
+            held: former.held.into_iter().collect(),
+            releasing: BTreeSet::new(),
+            leases_wanted: 0,
+            reserve_bytes: former.reserve_bytes,
+            generation: Arc::new(AtomicU64::new(0)),
+            openings: None,
+            retry_roles: Vec::new(),
+            first: None,
+            dialer,
+        })
+    }
+
     /// What the server told about the disk that the session is of.
     pub(super) fn disk(&self) -> Option<DiskWelcome> {
         self.first.as_ref().and_then(|first| first.welcome.disk)
@@ -128,7 +174,8 @@ impl Keeper {
             }
         }
         let mut greeted = self.first.take();
-        let mut pause = self.dialer.timing.retry_min;
+        // A session that is resumed connects at once.
+        let mut pause = Duration::ZERO;
         loop {
             if let Some(greeted) = greeted.take() {
                 pause = self.dialer.timing.retry_min;
@@ -140,7 +187,8 @@ impl Keeper {
             if !self.wait_out(jittered(pause), orders) {
                 return;
             }
-            pause = (pause * 2).min(self.dialer.timing.retry_max);
+            let timing = &self.dialer.timing;
+            pause = (pause * 2).clamp(timing.retry_min, timing.retry_max);
             self.dialer.refresh_identity();
             match self.dialer.control(&self.purpose) {
                 Ok(fresh) => {

@@ -31,7 +31,7 @@ pub(crate) mod test_server;
 pub use connection::{DataConn, ExtentError, SubmitError};
 pub use error::RemoteError;
 pub use outram_wire::server::{AddressError, Extent, ServerAddress};
-pub use session::{Session, SessionStatus};
+pub use session::{Former, Session, SessionStatus};
 
 /// What every session of a guest shares.
 #[derive(Clone, Debug)]

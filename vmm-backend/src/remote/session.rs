@@ -34,6 +34,15 @@ pub struct SessionStatus {
     pub reconnections: u64,
 }
 
+/// What a session had in a process that died.
+#[derive(Clone, Debug)]
+pub struct Former {
+    /// Slabs that something of ours lies in.
+    pub held: Vec<SlabId>,
+    /// What is to be set aside in all.
+    pub reserve_bytes: u64,
+}
+
 /// What the keeper is told to do.
 pub(super) enum Order {
     Lease,
@@ -107,6 +116,25 @@ impl Session {
         Self::open(server, config, purpose, reserve_bytes, events)
     }
 
+    /// Takes over the session of a process that died, which had the same secret. Does not wait for the
+    /// server, nor fails where it is out of reach: that is told as it is of any session, and so are
+    /// slabs that it has no longer.
+    pub fn resume(
+        server: usize,
+        config: &RemoteConfig,
+        former: Former,
+        events: Sender<SessionEvent>,
+    ) -> Result<Session, RemoteError> {
+        let purpose = Purpose::Guest {
+            vm: config.vm,
+            secret: config.secret,
+            arrives: config.arrives,
+        };
+        let waker = waker()?;
+        let keeper = Keeper::resume_later(server, config, purpose, former, events, waker)?;
+        Self::keep(server, config, keeper)
+    }
+
     /// Like [`Session::start`], for a far-memory disk. A session that another claimant has taken the
     /// disk from stays down: each `Down` says [`Refusal::DiskClaimed`].
     ///
@@ -133,13 +161,14 @@ impl Session {
         reserve_bytes: u64,
         events: Sender<SessionEvent>,
     ) -> Result<Session, RemoteError> {
-        let waker = new_waker().map_err(|source| RemoteError::System {
-            what: "an eventfd",
-            source,
-        })?;
+        let waker = waker()?;
+        let keeper = Keeper::start(server, config, purpose, reserve_bytes, events, waker)?;
+        Self::keep(server, config, keeper)
+    }
+
+    fn keep(server: usize, config: &RemoteConfig, keeper: Keeper) -> Result<Session, RemoteError> {
         // Orders are few: the pager bounds its requests by what it may lease.
         let (sender, receiver): (Sender<Order>, Receiver<Order>) = unbounded();
-        let keeper = Keeper::start(server, config, purpose, reserve_bytes, events, waker)?;
         let disk = keeper.disk();
         let orders = Orders {
             sender,
@@ -228,6 +257,13 @@ impl Session {
             Err(crossbeam_channel::RecvTimeoutError::Disconnected) => closed(),
         }
     }
+}
+
+fn waker() -> Result<EventFd, RemoteError> {
+    new_waker().map_err(|source| RemoteError::System {
+        what: "an eventfd",
+        source,
+    })
 }
 
 impl Drop for Session {

@@ -139,6 +139,18 @@ pub fn plugged_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
     Ok(block)
 }
 
+/// The block behind a mapping that an earlier process of ours had taken over already: nothing is
+/// refused any longer but what is no whole memfd.
+pub fn known_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
+    let descriptors = memfds_of(pid)?;
+    let found = descriptors.iter().find(|(_, id, _)| *id == mapping.id);
+    let Some((path, ..)) = found.filter(|_| mapping.shared) else {
+        let text = format!("no open descriptor for {}", mapping.id);
+        return Err(Refusal::UnknownLayout(text));
+    };
+    open_block(path, mapping, format!("memfd-{}", mapping.id.inode))
+}
+
 /// Whether this host's settings allow paging: shared-memory THP off.
 pub fn host_requirements() -> Result<(), Refusal> {
     host::check_shmem_thp()

@@ -1,0 +1,394 @@
+//! Taking a guest over from a process of ours that died, in the midst of anything.
+//!
+//! What is left of it: its state directory, the userfaultfds in the VMM, the guest's memory, and its
+//! slabs at the servers for as long as their lease. The guest stands still at its next fault
+//! meanwhile. In this order:
+//!
+//! 1. The ranges are registered (again: it does no harm), so that no page comes into being unseen.
+//!    What the guest discards from then on is told by an event that nobody has read yet.
+//! 2. Every entry of the table is recovered, by what the guest's memory has of its page.
+//! 3. Sessions with the servers are resumed in the background, and the threads start. Whoever waited
+//!    is woken, for faults that were read by the dead process are not told again.
+//!
+//! Nothing is needed of the VMM but that it lives; the vhost-user connection comes later, by itself.
+//! Until the last step nothing has been changed that a further successor would not find.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use crossbeam_channel::{Sender, unbounded};
+use outram_wire::server::SlabId;
+use outram_wire::units::{PageSize, VmId};
+
+use super::guest_ram::{GuestRam, intersect};
+use super::limits::{Standing, reserve_bytes};
+use super::plugging::{Plugging, watch};
+use super::record::{BlockRecord, Record};
+use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
+use super::uffd::Uffd;
+use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, Recovered, lock, system};
+use crate::engine::recovery::recover_page;
+use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
+use crate::engine::staging::StagingPool;
+use crate::engine::stats::Stats;
+use crate::engine::table::{PageTable, State};
+use crate::engine::{PageIndex, PageRun, Shared, StagingSlot, budget};
+use crate::handover::discover::{self, RamBlock, Refusal};
+use crate::handover::{HandoverError, MemfdId, Vmm, Way};
+use crate::remote::{
+    AddressError, Former, RemoteConfig, RemoteError, ServerAddress, Session, SessionEvent,
+};
+
+/// Groups' numbers have 24 bits.
+const MOST_GROUPS: u32 = 1 << 24;
+
+/// Why a guest is not taken over. It stands still at its next fault, as before.
+#[derive(Debug, thiserror::Error)]
+pub enum TakeoverError {
+    /// What the former process left.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// The VMM.
+    #[error(transparent)]
+    Vmm(#[from] HandoverError),
+    /// The guest's RAM.
+    #[error(transparent)]
+    Ram(#[from] Refusal),
+    /// A server's address.
+    #[error("the address of a memory server in the record")]
+    Address(#[from] AddressError),
+    /// The VMM has none of the RAM that was taken over.
+    #[error("the VMM has no guest RAM mapped any longer: it is ending")]
+    NoRam,
+    /// A session.
+    #[error(transparent)]
+    Remote(#[from] RemoteError),
+    /// A thread, or a system call.
+    #[error(transparent)]
+    Pager(Box<PagerError>),
+}
+
+impl From<PagerError> for TakeoverError {
+    fn from(error: PagerError) -> Self {
+        Self::Pager(Box::new(error))
+    }
+}
+
+/// A guest whose backend died.
+pub struct Orphan {
+    vmm: Vmm,
+    record: Record,
+    state_dir: StateDir,
+}
+
+impl Orphan {
+    /// The guest `vm` that a former process served out of this state directory, if it runs still.
+    pub fn find(state_dir: &Path, vm: VmId) -> Result<Option<Self>, TakeoverError> {
+        let state_dir = StateDir::open(state_dir);
+        let records = state_dir.records();
+        let Some((vmm, is_known)) = records.vmm()? else {
+            return Ok(None);
+        };
+        let vmm = match Vmm::reopen(vmm.pid, vmm.start_time) {
+            Ok(vmm) if !vmm.has_ended() => vmm,
+            Ok(_) => return Ok(None),
+            Err(HandoverError::VmmGone { source, .. }) if is_gone(&source) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        if !is_known {
+            let why = "its format has a version that this build does not know";
+            return Err(records.unusable("record", why).into());
+        }
+        let record = records.record()?;
+        let is_sound = record.vm == vm
+            && [PageSize::BASE, PageSize::HUGE].contains(&record.page_size)
+            && (1..=crate::handover::MAX_UFFDS).contains(&record.userfaultfds.len());
+        if !is_sound {
+            let why = "it is not that of a guest of this UUID";
+            return Err(records.unusable("record", why).into());
+        }
+        Ok(Some(Self {
+            vmm,
+            record,
+            state_dir,
+        }))
+    }
+
+    /// The numbers of its userfaultfds in the VMM.
+    pub fn userfaultfds(&self) -> &[i32] {
+        &self.record.userfaultfds
+    }
+
+    /// How they were obtained.
+    pub fn way(&self) -> Way {
+        self.record.way
+    }
+
+    /// Serves it from here on. Of `remote` the identity is used; servers and secret are those that
+    /// the former process had.
+    pub fn take_over(self, remote: &RemoteConfig) -> Result<(Vmm, Pager), TakeoverError> {
+        let size = self.record.page_size;
+        let table = self.state_dir.open_table(self.record.vm)?;
+        let table_file = table.file().map_err(system("duplicating a descriptor"))?;
+        let table = PageTable::new(Box::new(table));
+        let staging = Arc::new(self.state_dir.open_staging(size)?);
+        let ram = Arc::new(self.find_ram(table.pages())?);
+        let uffds = self.fetch_userfaultfds()?;
+        let standing = self.standing(&ram);
+        let sizes = standing.sizes();
+        let (key, secret) = self.state_dir.records().keys()?;
+        let shared = Arc::new(Shared {
+            page_size: size,
+            table,
+            budget: budget::Budget::new(sizes.budget_pages, size),
+            // Its capacity is set once its slots are claimed.
+            staging: StagingPool::new(0),
+            slots: self.former_slots()?,
+            key,
+            stats: Stats::new(),
+        });
+        shared.slots.set_keep_allowance(sizes.keep_pages);
+        let recovered = recover_table(&shared, &table_file, &ram, &uffds, &staging)
+            .map_err(system("taking guest RAM over again"))?;
+        fit_staging(&shared, &staging, sizes.staging_pages, &recovered.written)
+            .map_err(system("allocating the staging area"))?;
+        let remote = RemoteConfig {
+            addresses: self.addresses()?,
+            secret,
+            data_connections: uffds.len() + 1,
+            ..remote.clone()
+        };
+        let (sender, events) = unbounded();
+        let each = reserve_bytes(standing.ram_bytes, sizes, size, remote.addresses.len());
+        let sessions = resume_sessions(&remote, each, &recovered.slabs, &sender)?;
+        let prepared = PreparedPager {
+            config: PagerConfig {
+                vm: self.record.vm,
+                ram_bytes: standing.ram_bytes,
+                max_ram_bytes: self.record.most_ram_bytes,
+                page_size: size,
+                limit: self.record.limit,
+                shards: uffds.len() as u32,
+            },
+            sizes,
+            shared,
+            staging,
+            table_file,
+            state_dir: self.state_dir,
+            sessions: sessions.into(),
+            events,
+            servers: self.record.servers.clone(),
+        };
+        let pager = prepared.spawn(Held {
+            vmm_pid: self.vmm.pid,
+            ram,
+            uffds,
+            plugging: Plugging::again(&self.record.foreign),
+            record: self.record,
+            recovered: Some(recovered),
+        })?;
+        pager.wake_all();
+        if let Some(state_dir) = &mut *lock(&pager.state_dir) {
+            state_dir.adopt();
+        }
+        Ok((self.vmm, pager))
+    }
+
+    /// The RAM in its places. Blocks that the VMM has unplugged meanwhile are left out.
+    fn find_ram(&self, pages: u32) -> Result<GuestRam, TakeoverError> {
+        let (pid, size) = (self.vmm.pid, self.record.page_size);
+        let shards = self.record.userfaultfds.len() as u32;
+        let ram = GuestRam::of(pages, shards, size, pid);
+        let ram = ram.map_err(system("opening QEMU's page map"))?;
+        let mappings = discover::backend_mappings(pid);
+        let mappings = mappings.map_err(system("reading the VMM's memory map"))?;
+        for block in &self.record.blocks {
+            let id = MemfdId::from(block.memfd);
+            let Some(mapping) = mappings.iter().find(|mapping| mapping.id == id) else {
+                tracing::info!(bytes = block.bytes, memfd = %id, "guest RAM was unplugged meanwhile");
+                continue;
+            };
+            let found = RamBlock {
+                file_offset: block.file_offset,
+                hva: block.address,
+                length: block.bytes,
+                ..discover::known_block(pid, mapping)?
+            };
+            let pages_are = found.huge_page_bytes.unwrap_or(PageSize::BASE.bytes());
+            if pages_are != size.bytes() || !ram.restore(found, &places(block)) {
+                let why = format!("its places of block {id} make no sense");
+                return Err(self.state_dir.records().unusable("record", why).into());
+            }
+        }
+        if ram.pages() == 0 {
+            // No guest runs without RAM: the VMM is ending.
+            return Err(TakeoverError::NoRam);
+        }
+        Ok(ram)
+    }
+
+    fn fetch_userfaultfds(&self) -> Result<Vec<Arc<Uffd>>, TakeoverError> {
+        let fds = self.vmm.fetch_uffds(&self.record.userfaultfds)?;
+        let adopt = |fd| Uffd::adopt_again(fd, self.record.page_size).map(Arc::new);
+        let uffds: io::Result<Vec<_>> = fds.into_iter().map(adopt).collect();
+        Ok(uffds.map_err(system("the userfaultfd handshake"))?)
+    }
+
+    fn standing(&self, ram: &GuestRam) -> Standing {
+        Standing {
+            limit: self.record.limit,
+            ram_bytes: u64::from(ram.pages()) * self.record.page_size.bytes(),
+            page_size: self.record.page_size,
+        }
+    }
+
+    fn addresses(&self) -> Result<Vec<ServerAddress>, AddressError> {
+        let servers = self.record.servers.iter();
+        servers.map(|server| server.parse()).collect()
+    }
+
+    /// The slots of the slabs that the former process had.
+    fn former_slots(&self) -> Result<SlotPool, TakeoverError> {
+        let records = self.state_dir.records();
+        let (places, next) = records.groups()?;
+        let servers = self.record.servers.len();
+        let is_sound = |place: &GroupPlace| {
+            let bytes = u64::from(place.slots) * self.record.page_size.bytes();
+            place.number < next
+                && place.slab.server < servers
+                && (1..=u64::from(u32::MAX)).contains(&bytes)
+        };
+        if servers == 0 || next > MOST_GROUPS || !places.iter().all(is_sound) {
+            let why = "it names what cannot be";
+            return Err(records.unusable("groups", why).into());
+        }
+        let slots = SlotPool::new(servers);
+        slots.restore(&places, next);
+        Ok(slots)
+    }
+}
+
+impl Pager {
+    /// Has all look again that wait in a fault: those that a former process had read are not told
+    /// again.
+    fn wake_all(&self) {
+        for region in self.ram.regions() {
+            let (start, length) = region.address_range();
+            let shard = self.shard_of(region.pages);
+            if let Err(error) = self.uffds[shard].wake(start, length) {
+                tracing::error!(%error, "threads of the guest that wait for memory are not woken");
+            }
+        }
+    }
+}
+
+/// Whether an error says that there is no such process.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ESRCH | libc::ENOENT | libc::EINVAL)
+    )
+}
+
+fn places(block: &BlockRecord) -> Vec<PageRun> {
+    let regions = block.regions.iter();
+    let places = regions.map(|region| PageRun {
+        first: PageIndex(region.first),
+        count: region.count,
+    });
+    places.collect()
+}
+
+/// Watches all RAM and recovers every entry of the table.
+fn recover_table(
+    shared: &Shared,
+    table: &File,
+    ram: &GuestRam,
+    uffds: &[Arc<Uffd>],
+    staging: &StagingArea,
+) -> io::Result<Recovered> {
+    let before = written_pages(table)?;
+    for region in ram.regions() {
+        let shard = ram.shard_of(region.pages);
+        let mut is_present = vec![false; region.pages.count as usize];
+        let place = |page: PageIndex| (page.0 - region.pages.first.0) as usize;
+        for page in watch(&uffds[shard], ram, &region)?
+            .into_iter()
+            .flat_map(PageRun::pages)
+        {
+            is_present[place(page)] = true;
+            recover_page(shared, page, true, staging);
+        }
+        let own = before
+            .iter()
+            .filter_map(|run| intersect(*run, region.pages));
+        for page in own.flat_map(PageRun::pages) {
+            if !is_present[place(page)] {
+                recover_page(shared, page, false, staging);
+            }
+        }
+    }
+    for page in before.iter().flat_map(|run| outside(ram, *run)) {
+        let entry = shared.table.load(page);
+        if entry.state != State::Absent {
+            shared.table.store(page, &entry.into_absent());
+        }
+    }
+    shared.slots.forget_unclaimed();
+    let slabs = shared.slots.groups().into_iter().map(|group| group.slab);
+    Ok(Recovered {
+        written: written_pages(table)?,
+        slabs: slabs.collect(),
+    })
+}
+
+/// The pages of a run that are no RAM any longer.
+fn outside(ram: &GuestRam, run: PageRun) -> Vec<PageIndex> {
+    let mut next = run.first.0;
+    let mut pages = Vec::new();
+    for part in ram.parts(run) {
+        pages.extend((next..part.first.0).map(PageIndex));
+        next = part.end().0;
+    }
+    pages.extend((next..run.end().0).map(PageIndex));
+    pages
+}
+
+/// Backs the staging area as far as its capacity, and beyond that only what a page holds.
+fn fit_staging(
+    shared: &Shared,
+    staging: &StagingArea,
+    capacity: u32,
+    written: &[PageRun],
+) -> io::Result<()> {
+    staging.back(0, capacity)?;
+    let pages = written.iter().flat_map(|run| run.pages());
+    let held: HashSet<u32> = pages
+        .filter_map(|page| shared.table.load(page).staging)
+        .map(|slot| slot.0)
+        .collect();
+    for slot in (capacity..staging.slots()).filter(|slot| !held.contains(slot)) {
+        staging.give_back(StagingSlot(slot))?;
+    }
+    Ok(())
+}
+
+fn resume_sessions(
+    remote: &RemoteConfig,
+    reserve_bytes: u64,
+    slabs: &HashSet<SlabRef>,
+    events: &Sender<SessionEvent>,
+) -> Result<Vec<Session>, RemoteError> {
+    let resume = |server| {
+        let own = slabs.iter().filter(|slab| slab.server == server);
+        let former = Former {
+            held: own.map(|slab| SlabId(slab.slab)).collect(),
+            reserve_bytes,
+        };
+        Session::resume(server, remote, former, events.clone())
+    };
+    (0..remote.addresses.len()).map(resume).collect()
+}
