@@ -2,6 +2,7 @@
 # make test         everything that is tested, ending in 'N passed, N failed, N skipped'
 # make man          manual pages and shell completions, to target/manual
 # make deb          Debian packages, to target/debian
+# make lab          a shell in an emulated machine with KVM whose root is this one's (tests/README.md)
 # make check        formatting, lints, documentation
 # make clean-state  removes what interrupted runs may have left behind
 #
@@ -10,7 +11,7 @@
 
 export PATH := $(PATH):/usr/sbin:/sbin
 
-.PHONY: all build demo test man deb check images clean-state
+.PHONY: all build demo test man deb lab check images clean-state
 
 all: build
 
@@ -44,6 +45,12 @@ deb: $(CARGO_DEB)
 	  $(CARGO_DEB) --quiet --no-build --profile $(PROFILE) $(if $(filter dev,$(PROFILE)),--fast) \
 	    --package $$package --output target/debian/ || exit 1; \
 	done
+
+# LAB='--memory 2048 -- COMMAND' gives it less memory and runs a command instead.
+lab:
+	@tests/scripts/prepare.sh
+	cargo build --workspace
+	@target/debug/lab $(LAB)
 
 check:
 	cargo fmt --all --check

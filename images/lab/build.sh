@@ -12,16 +12,16 @@ out=$(images/build.sh)
 version=$(cat "$out/kernel-version")
 # For the root; for what runs in it.
 first="virtio_pci 9pnet_virtio 9p overlay"
-later="virtio_rng"
+later="virtio_rng kvm_amd veth"
 
 exec 9>"$out/.lock"; flock 9
-stamp=$(cat images/lab/build.sh images/lab/init "$out/stamp" | sha256sum | cut -d' ' -f1)
+stamp=$(cat images/lab/{build.sh,init,plain-init} "$out/stamp" | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$out/lab-stamp" 2>/dev/null)" != "$stamp" ]; then
   rm -rf "$out"/root.lab.*   # left by an interrupted run
   root=$(mktemp -d "$out/root.lab.XXXXXX")
   mkdir -p "$root"/{bin,dev,proc,sys,lower,over,new}
   cp "$(command -v busybox)" "$root/bin/busybox"
-  cp images/lab/init "$root/init"; chmod 755 "$root/init"
+  cp images/lab/init images/lab/plain-init "$root/"; chmod 755 "$root"/{init,plain-init}
   for module in $first $later; do
     modprobe -d "$out/kernel" -S "$version" --show-depends "$module" | awk '$1 == "insmod" { print $2 }'
   done | sort -u | while read -r path; do

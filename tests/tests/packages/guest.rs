@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use outram_tests::hermetic::suite::Skipped;
-use outram_tests::lab_guest;
+use outram_tests::lab_guest::{self, Boot, LabGuest};
 
 use super::debian::{need_root, packages};
 use super::units::UNITS;
@@ -19,6 +19,13 @@ pub(crate) const TESTS: &[Test] = &[(
 
 /// How long the emulated guest may take: some four minutes where nothing else runs.
 const GUEST_LIMIT: Duration = Duration::from_secs(2400);
+
+/// Memory for the overlay, libvirt, and a small guest within.
+const GUEST: LabGuest = LabGuest {
+    boot: Boot::Systemd,
+    memory_mib: 2048,
+    vcpus: 2,
+};
 
 const SCRIPT: &str = include_str!("life_of_the_packages.sh");
 const DOMAIN: &str = include_str!("domain.xml");
@@ -39,7 +46,7 @@ fn life_of_the_packages() -> Result<()> {
     fs::write(share.path().join("lab"), SCRIPT)?;
     fs::write(share.path().join("domain.xml"), DOMAIN)?;
     fs::write(share.path().join("exposures"), exposures())?;
-    let said = lab_guest::run(&images, share.path(), GUEST_LIMIT)?;
+    let said = GUEST.run(&images, share.path(), GUEST_LIMIT)?;
     for done in [
         "mismatches=0",
         "Overall exposure level",
