@@ -271,9 +271,15 @@ impl PageTable {
     /// that does not need what is missing: what the new state relies on is written before the word
     /// with the state, what only the former state relied on after it.
     pub fn store(&self, page: PageIndex, entry: &Entry) {
+        for (word, value) in self.steps(page, entry) {
+            self.entry(page)[word].store(value, Ordering::Release);
+        }
+    }
+
+    /// The words of an entry in the order in which they replace the former one's.
+    fn steps(&self, page: PageIndex, entry: &Entry) -> [(usize, u64); ENTRY_WORDS] {
         let words = entry.encode();
-        let place = self.entry(page);
-        let rises = place[1].load(Ordering::Relaxed) >> 48 != words[1] >> 48;
+        let rises = self.entry(page)[1].load(Ordering::Relaxed) >> 48 != words[1] >> 48;
         let needs_place = entry.slot.is_some() || rises;
         let needs_tag = entry.slot.is_some()
             || entry.staging.is_some()
@@ -285,9 +291,7 @@ impl PageTable {
             (false, true) => [3, 2, 0, 1],
             (false, false) => [0, 1, 2, 3],
         };
-        for word in order {
-            place[word].store(words[word], Ordering::Release);
-        }
+        order.map(|word| (word, words[word]))
     }
 }
 
@@ -356,6 +360,90 @@ mod tests {
                 0x100f_0e0d_0c0b_0a09
             ]
         );
+    }
+
+    /// What recovery makes of an entry whose page is a hole.
+    fn meaning(entry: &Entry) -> (State, Option<SlotId>, Option<StagingSlot>, Option<Tag>) {
+        let state = match entry.state {
+            State::Busy => entry.becomes.unwrap_or(State::Absent),
+            state => state,
+        };
+        let relies = matches!(state, State::Staged | State::Stored | State::Filled);
+        (
+            state,
+            entry.slot.filter(|_| state == State::Stored),
+            entry.staging.filter(|_| state == State::Staged),
+            relies.then_some(entry.tag),
+        )
+    }
+
+    #[test]
+    fn a_half_written_entry_means_the_former_or_the_new() {
+        let slot = |number| SlotId {
+            group: number,
+            index: 77,
+        };
+        let staged = Entry {
+            state: State::Staged,
+            dirty: true,
+            staging: Some(StagingSlot(5)),
+            generation: Generation(9),
+            tag: Tag([7; 16]),
+            ..Entry::ABSENT
+        };
+        let stored = Entry {
+            state: State::Stored,
+            dirty: false,
+            staging: None,
+            slot: Some(slot(3)),
+            ..staged
+        };
+        let busy = |becomes, of: Entry| Entry {
+            state: State::Busy,
+            becomes: Some(becomes),
+            slot: Some(slot(8)),
+            ..of
+        };
+        let filled = staged.into_filled(0x1234);
+        let lost = Entry {
+            state: State::Lost,
+            slot: None,
+            ..stored
+        };
+        // All changes of a page that stays a hole.
+        for (former, new) in [
+            (busy(State::Staged, staged), staged),
+            (
+                busy(State::Stored, stored),
+                Entry {
+                    slot: Some(slot(8)),
+                    ..stored
+                },
+            ),
+            (busy(State::Filled, filled), filled),
+            (staged, stored),
+            (stored, staged),
+            (staged, staged.into_absent()),
+            (stored, stored.into_absent()),
+            (filled, filled.into_absent()),
+            (stored, lost),
+        ] {
+            for written in 0..=ENTRY_WORDS {
+                let table = PageTable::in_memory(1);
+                table.store(PageIndex(0), &former);
+                let steps = table.steps(PageIndex(0), &new);
+                for (word, value) in &steps[..written] {
+                    table.entry(PageIndex(0))[*word].store(*value, Ordering::Release);
+                }
+                let found = table.load(PageIndex(0));
+                let known = [meaning(&former), meaning(&new)];
+                assert!(
+                    known.contains(&meaning(&found)),
+                    "{written} words of {former:?} to {new:?}: {found:?}"
+                );
+                assert_eq!(found.generation, Generation(9));
+            }
+        }
     }
 
     #[test]
