@@ -142,8 +142,11 @@ pub struct Counters {
     pub stalls_pool: u64,
     /// Times a fault had to wait for a server out of reach.
     pub stalls_server: u64,
-    /// Pages whose bytes did not match their integrity tag.
+    /// Pages lost because their bytes came back changed, twice.
     pub integrity_failures: u64,
+    /// Reads that gave other bytes than were sent (altered, of another page, or of an earlier time),
+    /// and were refused; most are followed by one that does not.
+    pub refused_reads: u64,
     /// Accesses by the device to pages that were not pinned (caught).
     pub stray_device_accesses: u64,
 }
@@ -188,6 +191,9 @@ pub struct Status {
     pub phase: Phase,
     /// In words, where `phase` is not the ordinary one.
     pub detail: Option<String>,
+    /// Whether what leaves the host is sealed; earlier backends, which do not say, seal nothing.
+    #[serde(default)]
+    pub sealed: bool,
     /// How the userfaultfds were obtained.
     pub handover: Option<String>,
     /// The guest's RAM found so far, in bytes.

@@ -10,6 +10,7 @@ pub mod disk;
 pub mod incoming;
 pub mod pki;
 pub mod scrape;
+pub mod seal;
 pub mod server;
 pub mod tls;
 pub mod units;

@@ -104,6 +104,7 @@ pub(crate) fn status(name: &str, vm: VmId, limit: Limit) -> Status {
         qemu_pid: None,
         phase: Phase::Waiting,
         detail: None,
+        sealed: true,
         handover: None,
         ram_bytes: 64 << 20,
         limit,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::incoming::Incoming;
+use outram_wire::seal::Seal;
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::{Limit, LocalRatio, PageSize, UnitError, VmId, format_size, parse_size};
 use serde::Deserialize;
@@ -73,6 +74,10 @@ pub struct Flags {
     /// File with the key to the far-memory disk: 64 hexadecimal digits; removed once it is read
     #[arg(long, value_name = "FILE", requires = "disk_size")]
     pub disk_key_file: Option<PathBuf>,
+
+    /// Whether what leaves the host is sealed (encrypted): 'on', or 'off' where servers and wires may see it
+    #[arg(long, value_name = "on|off", default_value_t)]
+    pub seal: Seal,
 
     /// Settings of this host's backends; must exist if given
     #[arg(long, value_name = "FILE", help = format!("Settings of this host's backends; must exist if given [default: {DEFAULT_CONFIG}, if it exists]"))]
@@ -229,6 +234,8 @@ pub struct Config {
     pub incoming: Option<Incoming>,
     /// Its far-memory disk, if it has one.
     pub disk: Option<DiskSettings>,
+    /// Whether what leaves the host is sealed.
+    pub seal: Seal,
     /// This guest's directory.
     pub dir: PathBuf,
     /// Where metrics are served.
@@ -295,6 +302,7 @@ impl Config {
             servers,
             socket_user: flags.socket_user,
             incoming: flags.incoming,
+            seal: flags.seal,
             disk: disk(flags.disk_size, flags.disk_key_file)?,
             dir: run_dir.join(flags.uuid.to_string()),
             metrics: flags.metrics.or(file.metrics),

@@ -267,8 +267,13 @@ impl Snapshot {
             ),
             (
                 "integrity_failures",
-                "Pages whose bytes did not match their tag",
+                "Pages lost because their bytes came back changed",
                 counters.integrity_failures,
+            ),
+            (
+                "refused_reads",
+                "Reads that gave other bytes than were sent, and were refused",
+                counters.refused_reads,
             ),
             (
                 "stray_device_accesses",
@@ -444,6 +449,7 @@ mod tests {
             qemu_pid: None,
             phase: Phase::Serving,
             detail: None,
+            sealed: true,
             handover: None,
             ram_bytes: 1 << 30,
             limit: Limit::LocalBytes(1 << 29),
@@ -521,6 +527,7 @@ mod tests {
                 "outram_writeback_pages counter",
                 "outram_removed_pages counter",
                 "outram_integrity_failures counter",
+                "outram_refused_reads counter",
                 "outram_stray_device_accesses counter",
                 "outram_fault_wait_seconds counter",
                 "outram_server_connected gauge",

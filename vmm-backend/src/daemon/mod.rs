@@ -89,6 +89,7 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
         page_size: config.page_size,
         limit: config.limit,
         shards: config.shards,
+        seal: config.seal,
     };
     let prepared = PreparedPager::new(pager, &remote, &dir.state())?;
     let disk = match open_disk(&config, &remote) {

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use outram_wire::control::{Counters, HomingStatus, Phase, ServerStatus, Status};
+use outram_wire::seal::Seal;
 use outram_wire::units::format_size;
 
 use super::config::Config;
@@ -146,6 +147,7 @@ impl Daemon {
                 self.config.ram_bytes
             },
             limit,
+            sealed: self.config.seal == Seal::On,
             limit_bytes: match guest {
                 Some(_) => memory.limit,
                 None => limit.bytes(self.config.ram_bytes),

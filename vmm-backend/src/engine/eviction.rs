@@ -175,10 +175,10 @@ impl Run {
 
     /// Decides each page's fate and writes it into the table, before anything is punched.
     fn mark(&mut self, shared: &Shared, ports: &impl EvictionPorts) {
+        let mut room = Vec::new();
         for (number, page) in self.pages.pages().enumerate() {
             let ticket = self.tickets[number];
-            let entry = shared.table.load(page);
-            let (fate, next) = decide(shared, page, &entry, ticket, ports.staged(ticket));
+            let (fate, next) = decide(shared, page, ticket, ports.staged(ticket), &mut room);
             shared.table.store(
                 page,
                 &Entry {
@@ -215,13 +215,15 @@ impl Run {
 }
 
 /// What a page with `bytes` becomes. The entry's slot is named in the result only if it stays its.
+/// `room` is for making tags in.
 fn decide(
     shared: &Shared,
     page: PageIndex,
-    entry: &Entry,
     ticket: Ticket,
     bytes: &[u8],
+    room: &mut Vec<u8>,
 ) -> (Fate, Entry) {
+    let entry = shared.table.load(page);
     if let Some(word) = fill_word(bytes) {
         // The slot, if any, stays in the entry until the owner frees it.
         return (
@@ -234,13 +236,13 @@ fn decide(
     }
     if let Some(slot) = entry.slot.filter(|_| !entry.dirty) {
         let unchanged =
-            entry.protected || shared.key.tag(page, entry.generation, bytes) == entry.tag;
+            entry.protected || shared.key.tag(page, entry.generation, bytes, room) == entry.tag;
         if unchanged && shared.slots.is_safe(slot) {
             return (
                 Fate::Clean,
                 Entry {
                     protected: false,
-                    ..*entry
+                    ..entry
                 },
             );
         }
@@ -251,8 +253,8 @@ fn decide(
         protected: false,
         staging: Some(ticket.slot),
         generation,
-        tag: shared.key.tag(page, generation, bytes),
-        ..*entry
+        tag: shared.key.tag(page, generation, bytes, room),
+        ..entry
     };
     (Fate::Staged(ticket), next)
 }

@@ -13,6 +13,7 @@ pub mod budget;
 pub mod eviction;
 pub mod policy;
 pub mod recovery;
+pub mod seal;
 pub mod shard;
 pub mod slots;
 pub mod staging;
@@ -69,7 +70,8 @@ impl PageRun {
     }
 }
 
-/// Counts how often a page was staged; part of its integrity tag. 48 bits are used.
+/// Counts how often a page was staged; part of its tag and of the nonce that it is sealed under. 48
+/// bits are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct Generation(pub u64);
 
@@ -81,7 +83,8 @@ impl Generation {
     /// The next generation.
     ///
     /// # Panics
-    /// Past [`Generation::MAX`]: a repeated generation would break the tags' binding.
+    /// Past [`Generation::MAX`]: a repeated generation would break the tags' binding and repeat
+    /// a nonce.
     pub fn next(self) -> Self {
         assert!(self.0 < Self::MAX, "a page's generations are used up");
         Self(self.0 + 1)
@@ -206,8 +209,8 @@ pub struct Shared {
     pub staging: staging::StagingPool,
     /// Places on the memory servers.
     pub slots: slots::SlotPool,
-    /// Key of the guest's integrity tags.
-    pub key: tag::TagKey,
+    /// Key that the guest's pages leave and come back under.
+    pub key: seal::PageKey,
     /// Counters and gauges.
     pub stats: stats::Stats,
 }

@@ -89,20 +89,26 @@ fn without_memory(
 }
 
 fn is_good(shared: &Shared, page: PageIndex, entry: &Entry, bytes: Option<&[u8]>) -> bool {
-    bytes.is_some_and(|bytes| shared.key.tag(page, entry.generation, bytes) == entry.tag)
+    let tag = |bytes| {
+        let mut room = Vec::new();
+        shared.key.tag(page, entry.generation, bytes, &mut room)
+    };
+    bytes.is_some_and(|bytes| tag(bytes) == entry.tag)
 }
 
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
 
+    use outram_wire::seal::Seal;
+
     use super::*;
     use crate::engine::budget::Budget;
+    use crate::engine::seal::PageKey;
     use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
     use crate::engine::staging::StagingPool;
     use crate::engine::stats::Stats;
     use crate::engine::table::PageTable;
-    use crate::engine::tag::TagKey;
     use crate::engine::{Generation, PageSize, SlotId};
 
     const PAGE: PageIndex = PageIndex(5);
@@ -133,7 +139,7 @@ mod tests {
             budget: Budget::new(8, PageSize::BASE),
             staging: StagingPool::new(0),
             slots,
-            key: TagKey::new([3; 32]),
+            key: PageKey::new(&[3; 32], Seal::On),
             stats: Stats::new(),
         };
         let bytes = (0..4096).map(|place| (place % 251) as u8).collect();
@@ -150,7 +156,9 @@ mod tests {
             slot: Some(SLOT),
             staging: Some(STAGED),
             generation: GENERATION,
-            tag: shared.key.tag(PAGE, GENERATION, &staging.0[&STAGED.0]),
+            tag: shared
+                .key
+                .tag(PAGE, GENERATION, &staging.0[&STAGED.0], &mut Vec::new()),
         }
     }
 

@@ -95,6 +95,8 @@ pub struct Stats {
     pub stalls_server: Counter,
     /// Pages whose bytes did not match their tag.
     pub integrity_failures: Counter,
+    /// Reads whose bytes were not those that were sent, also where a second one's were.
+    pub refused_reads: Counter,
     pages: [AtomicU64; State::COUNT],
 }
 
@@ -127,6 +129,7 @@ impl Stats {
             stalls_pool: Counter::default(),
             stalls_server: Counter::default(),
             integrity_failures: Counter::default(),
+            refused_reads: Counter::default(),
             pages: Default::default(),
         }
     }

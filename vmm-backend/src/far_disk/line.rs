@@ -304,7 +304,9 @@ fn exchange(
             true => conn.flush(),
             false => Ok(()),
         }
-        .and_then(|()| conn.receive(|_, outcome| reply = Some(outcome.map(<[u8]>::to_vec))));
+        .and_then(|()| {
+            conn.receive(|_, outcome| reply = Some(outcome.map(|bytes| bytes.to_vec())))
+        });
         match (reply, received) {
             (Some(Ok(bytes)), _) => return Exchange::Done(bytes),
             (Some(Err(error)), _) => return Exchange::Refused(error),

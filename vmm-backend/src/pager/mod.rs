@@ -32,14 +32,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
 use crate::engine::PageRun;
 use crate::engine::policy::TwoQueues;
+use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
 use crate::engine::shard::Shard;
 use crate::engine::slots::SlabRef;
 use crate::engine::table::PageTable;
-use crate::engine::tag::TagKey;
 use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
 use crate::handover::discover::{self, RamBlock};
 use crate::handover::{HandedOver, Vmm};
@@ -52,7 +53,7 @@ use keeping::Housekeeping;
 use limits::{BudgetRule, Standing};
 use pin::PinGate;
 use plugging::{AsideList, Plugging};
-use record::{Record, Records};
+use record::{Keys, Record, Records};
 use shard_thread::{ShardEvent, ShardGauges, ShardPorts, ShardThread};
 use state_dir::{StagingArea, StateDir};
 use uffd::Uffd;
@@ -85,6 +86,8 @@ pub struct PagerConfig {
     pub limit: Limit,
     /// Shards that its RAM is split into.
     pub shards: u32,
+    /// Whether its pages are sealed before they leave.
+    pub seal: Seal,
 }
 
 /// Why a pager could not be started.
@@ -210,17 +213,22 @@ impl PreparedPager {
         staging
             .back(0, sizes.staging_pages)
             .map_err(system("allocating the staging area"))?;
-        let mut key = [0; 32];
-        getrandom::fill(&mut key)
+        let mut secret = Secret::new([0; SECRET_BYTES]);
+        getrandom::fill(&mut secret[..])
             .map_err(|error| system("drawing a key")(io::Error::other(error)))?;
-        state_dir.records().write_keys(key, remote.secret)?;
+        let keys = Keys {
+            seal: config.seal,
+            secret: secret.clone(),
+            session: remote.secret,
+        };
+        state_dir.records().write_keys(&keys)?;
         let shared = Arc::new(Shared {
             page_size: size,
             table: PageTable::new(Box::new(table)),
             budget: budget::Budget::new(sizes.budget_pages, size),
             staging: staging::StagingPool::new(sizes.staging_pages),
             slots: slots::SlotPool::new(sessions.len()),
-            key: TagKey::new(key),
+            key: PageKey::new(&secret, config.seal),
             stats: stats::Stats::new(),
         });
         shared.slots.set_keep_allowance(sizes.keep_pages);

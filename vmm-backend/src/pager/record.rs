@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `record` | the VMM, its userfaultfds, its RAM's places in the table, servers and settings |
 //! | `groups` | which slab each group of slots is |
-//! | `key` | the key of the pages' tags, and the secret of the sessions with the servers |
+//! | `key` | what the pages' keys are made of, whether they are sealed, and the secret of the sessions with the servers |
 //!
 //! Each names its version. The version of the record and the VMM's process are read before all else
 //! and stay where they are in every version: a build that does not know the version can tell whether
@@ -16,21 +16,38 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use outram_wire::seal::Seal;
 use outram_wire::server::SessionSecret;
 use outram_wire::units::{Limit, PageSize, VmId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
 
 use super::state_dir::StateError;
+use crate::engine::seal::{SECRET_BYTES, Secret};
 use crate::engine::slots::{GroupPlace, SlabRef};
-use crate::engine::tag::TagKey;
 use crate::handover::{HandedOver, MemfdId, Vmm, Way};
 
 /// Version of `record` and `groups`. Another one is refused.
 const RECORD_VERSION: u32 = 1;
 
-/// First bytes of the key's file: what it is, and its version.
-const KEY_MAGIC: [u8; 12] = *b"OUTRAMKY\x01\0\0\0";
+/// First bytes of the key's file: what it is, and its version. Then 1 where pages are sealed and 0
+/// where not, zero [3], the pages' secret [32] and the sessions' [32].
+const KEY_MAGIC: [u8; 12] = *b"OUTRAMKY\x02\0\0\0";
+
+/// Bytes of the key's file.
+const KEY_BYTES: usize = 16 + SECRET_BYTES + 32;
+
+/// What is secret of a guest.
+#[derive(Clone)]
+pub(super) struct Keys {
+    /// Whether its pages are sealed.
+    pub(super) seal: Seal,
+    /// What its pages' keys are made of.
+    pub(super) secret: Secret,
+    /// Of its sessions with the servers.
+    pub(super) session: SessionSecret,
+}
 
 /// The process whose guest is paged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -227,25 +244,45 @@ impl Records {
         self.write_json("groups", &groups)
     }
 
-    pub(super) fn keys(&self) -> Result<(TagKey, SessionSecret), StateError> {
+    pub(super) fn keys(&self) -> Result<Keys, StateError> {
         let path = self.dir.join("key");
-        let bytes = fs::read(&path).map_err(|source| StateError::File { path, source })?;
-        let parts = bytes
-            .strip_prefix(&KEY_MAGIC)
-            .and_then(|rest| rest.split_first_chunk::<32>())
-            .and_then(|(tag, rest)| Some((*tag, <[u8; 32]>::try_from(rest).ok()?)));
-        let (tag, secret) = parts
-            .ok_or_else(|| self.unusable("key", "it is not as this version of Outram writes it"))?;
-        Ok((TagKey::new(tag), SessionSecret(secret)))
+        let read = fs::read(&path).map_err(|source| StateError::File { path, source })?;
+        let bytes = Zeroizing::new(read);
+        let unknown = || self.unusable("key", "it is not as this version of Outram writes it");
+        if bytes.len() != KEY_BYTES || !bytes.starts_with(&KEY_MAGIC) {
+            return Err(unknown());
+        }
+        let seal = match bytes[12..16] {
+            [0, 0, 0, 0] => Seal::Off,
+            [1, 0, 0, 0] => Seal::On,
+            _ => return Err(unknown()),
+        };
+        let mut keys = Keys {
+            seal,
+            secret: Secret::new([0; SECRET_BYTES]),
+            session: SessionSecret([0; 32]),
+        };
+        keys.secret.copy_from_slice(&bytes[16..48]);
+        keys.session.0.copy_from_slice(&bytes[48..]);
+        Ok(keys)
     }
 
-    pub(super) fn write_keys(
-        &self,
-        tag: [u8; 32],
-        secret: SessionSecret,
-    ) -> Result<(), StateError> {
-        let bytes = [&KEY_MAGIC[..], &tag, &secret.0].concat();
-        self.write("key", &bytes)
+    pub(super) fn write_keys(&self, keys: &Keys) -> Result<(), StateError> {
+        let mut bytes = Zeroizing::new([0; KEY_BYTES]);
+        bytes[..12].copy_from_slice(&KEY_MAGIC);
+        bytes[12] = u8::from(keys.seal == Seal::On);
+        bytes[16..48].copy_from_slice(&keys.secret[..]);
+        bytes[48..].copy_from_slice(&keys.session.0);
+        self.write("key", &bytes[..])
+    }
+
+    /// Overwrites the keys: what a tmpfs gives back is zeroed only when somebody else gets it.
+    pub(super) fn wipe_keys(&self) -> io::Result<()> {
+        match OpenOptions::new().write(true).open(self.dir.join("key")) {
+            Ok(mut file) => file.write_all(&[0; KEY_BYTES]),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     fn read<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, StateError> {
@@ -324,17 +361,24 @@ mod tests {
         };
         records.write_groups(&[place], 5).expect("room");
         assert_eq!(records.groups().expect("written"), (vec![place], 5));
-        let secret = SessionSecret([7; 32]);
-        records.write_keys([5; 32], secret).expect("room");
-        let (_, found) = records.keys().expect("written");
-        assert!(found == secret);
+        for seal in [Seal::On, Seal::Off] {
+            let keys = Keys {
+                seal,
+                secret: Secret::new([5; 32]),
+                session: SessionSecret([7; 32]),
+            };
+            records.write_keys(&keys).expect("room");
+            let found = records.keys().expect("written");
+            assert!(found.seal == seal && found.secret == keys.secret);
+            assert!(found.session == keys.session);
+        }
         let mode = std::os::unix::fs::PermissionsExt::mode(
             &fs::metadata(dir.path().join("key"))
                 .expect("there")
                 .permissions(),
         );
         assert_eq!(mode & 0o777, 0o600);
-        fs::write(dir.path().join("key"), b"OUTRAMKY\x02\0\0\0").expect("written");
+        fs::write(dir.path().join("key"), b"OUTRAMKY\x03\0\0\0").expect("written");
         assert!(records.keys().is_err());
     }
 

@@ -170,6 +170,7 @@ impl Pager {
             stalls_pool: stats.stalls_pool.get(),
             stalls_server: stats.stalls_server.get(),
             integrity_failures: stats.integrity_failures.get(),
+            refused_reads: stats.refused_reads.get(),
             stray_device_accesses: 0,
         }
     }

@@ -1,8 +1,8 @@
 //! What outlives the process: the small files of [`Records`], the page table and the staging area, on a size-limited tmpfs of the
 //! guest's own, mounted at `/run/outram/<uuid>/state`.
 //!
-//! Both are files mapped into memory. Invariants: the table's mapping lies within a file of its
-//! size, the tmpfs is large enough for all of both files, and a staging slot is backed before it
+//! The last two are mapped into memory. Invariants: the table's mapping lies within a file of its
+//! size, the tmpfs is large enough for all files, and a staging slot is backed before it
 //! is used, so that no access raises SIGBUS. Guest bytes in staging are only ever seen as slices
 //! of one slot, by whoever holds that slot's ticket.
 #![allow(unsafe_code)]
@@ -268,6 +268,9 @@ impl Drop for StateDir {
     fn drop(&mut self) {
         if !self.is_ours {
             return;
+        }
+        if let Err(error) = self.records().wipe_keys() {
+            tracing::warn!(path = %self.path.display(), %error, "the guest's key was not overwritten");
         }
         if let Err(error) = rustix::mount::unmount(&self.path, UnmountFlags::DETACH) {
             tracing::warn!(path = %self.path.display(), %error, "the state directory stays mounted");

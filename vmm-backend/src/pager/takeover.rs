@@ -31,6 +31,7 @@ use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
 use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, Recovered, lock, system};
 use crate::engine::recovery::recover_page;
+use crate::engine::seal::PageKey;
 use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
 use crate::engine::staging::StagingPool;
 use crate::engine::stats::Stats;
@@ -139,7 +140,7 @@ impl Orphan {
         let uffds = self.fetch_userfaultfds()?;
         let standing = self.standing(&ram);
         let sizes = standing.sizes();
-        let (key, secret) = self.state_dir.records().keys()?;
+        let keys = self.state_dir.records().keys()?;
         let shared = Arc::new(Shared {
             page_size: size,
             table,
@@ -147,7 +148,7 @@ impl Orphan {
             // Its capacity is set once its slots are claimed.
             staging: StagingPool::new(0),
             slots: self.former_slots()?,
-            key,
+            key: PageKey::new(&keys.secret, keys.seal),
             stats: Stats::new(),
         });
         shared.slots.set_keep_allowance(sizes.keep_pages);
@@ -157,7 +158,7 @@ impl Orphan {
             .map_err(system("allocating the staging area"))?;
         let remote = RemoteConfig {
             addresses: self.addresses()?,
-            secret,
+            secret: keys.session,
             data_connections: uffds.len() + 1,
             ..remote.clone()
         };
@@ -172,6 +173,7 @@ impl Orphan {
                 page_size: size,
                 limit: self.record.limit,
                 shards: uffds.len() as u32,
+                seal: keys.seal,
             },
             sizes,
             shared,

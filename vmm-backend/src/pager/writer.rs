@@ -95,6 +95,8 @@ pub(super) struct Writer {
     claimed: VecDeque<Order>,
     in_flight: HashMap<u64, Batch>,
     next_batch: u64,
+    /// Where a batch's pages are sealed.
+    sealed: Vec<u8>,
     closed_sent_bytes: u64,
     closed_received_bytes: u64,
 }
@@ -121,6 +123,7 @@ impl Writer {
             claimed: VecDeque::new(),
             in_flight: HashMap::new(),
             next_batch: 0,
+            sealed: Vec::new(),
             closed_sent_bytes: 0,
             closed_received_bytes: 0,
         }
@@ -250,11 +253,20 @@ impl Writer {
             self.take_back(batch);
             return false;
         }
-        let pages: Vec<&[u8]> = batch
-            .orders
-            .iter()
-            .map(|(order, _)| self.staging.page(order.page.staging.slot))
-            .collect();
+        if self.conns[batch.server].is_none() {
+            self.take_back(batch);
+            return false;
+        }
+        let size = self.shared.page_size;
+        let orders = batch.orders.iter().map(|(order, _)| order);
+        let staged = orders.map(|order| self.staging.page(order.page.staging.slot));
+        let pages: Vec<&[u8]> = match self.shared.key.seals() {
+            true => {
+                seal_batch(&self.shared, &batch, staged, &mut self.sealed);
+                self.sealed.chunks_exact(size.length()).collect()
+            }
+            false => staged.collect(),
+        };
         let id = self.next_batch;
         let Some(conn) = &mut self.conns[batch.server] else {
             self.take_back(batch);
@@ -401,6 +413,27 @@ impl Writer {
         self.gauges
             .wire_received_bytes
             .store(received, Ordering::Relaxed);
+    }
+}
+
+/// Puts a batch's pages into `sealed`, one after the other, as they may leave the host. A page that
+/// is sent again for the same generation is the same once more: its staging slot has not changed
+/// since.
+fn seal_batch<'a>(
+    shared: &SharedRef,
+    batch: &Batch,
+    staged: impl Iterator<Item = &'a [u8]>,
+    sealed: &mut Vec<u8>,
+) {
+    sealed.clear();
+    for ((order, _), bytes) in batch.orders.iter().zip(staged) {
+        let start = sealed.len();
+        sealed.extend_from_slice(bytes);
+        let StagedPage {
+            page, generation, ..
+        } = order.page;
+        // The tag is in the page's entry since it was staged.
+        let _ = shared.key.seal(page, generation, &mut sealed[start..]);
     }
 }
 

@@ -290,10 +290,11 @@ impl DataConn {
     }
 
     /// Takes what has arrived and calls `on_completion` once for each request that has ended: with
-    /// the bytes read (none for a write), or with why the server did not carry it out.
+    /// the bytes read (none for a write), which it may change in place, or with why the server did
+    /// not carry it out.
     pub fn receive(
         &mut self,
-        mut on_completion: impl FnMut(u64, Result<&[u8], ExtentError>),
+        mut on_completion: impl FnMut(u64, Result<&mut [u8], ExtentError>),
     ) -> Result<(), RemoteError> {
         self.check_alive()?;
         loop {
@@ -318,7 +319,7 @@ impl DataConn {
     /// Completes the requests whose replies lie whole in the buffer.
     fn complete(
         &mut self,
-        on_completion: &mut impl FnMut(u64, Result<&[u8], ExtentError>),
+        on_completion: &mut impl FnMut(u64, Result<&mut [u8], ExtentError>),
     ) -> Result<(), RemoteError> {
         while let Some(head) = self.buffer[self.start..self.end].first_chunk::<REPLY_BYTES>() {
             let header = data::decode_reply(head).map_err(|source| {
@@ -356,7 +357,7 @@ impl DataConn {
             }
             self.pending.remove(&header.id);
             self.start = payload_end;
-            let payload = &self.buffer[payload_start..payload_end];
+            let payload = &mut self.buffer[payload_start..payload_end];
             on_completion(header.id, outcome.map(|()| payload));
         }
         Ok(())

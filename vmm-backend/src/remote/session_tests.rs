@@ -120,7 +120,7 @@ fn complete(conn: &mut DataConn) -> Result<Vec<Done>, RemoteError> {
     while conn.pending() > 0 {
         assert!(Instant::now() < deadline, "no answer");
         conn.flush()?;
-        conn.receive(|id, outcome| done.push((id, outcome.map(<[u8]>::to_vec))))?;
+        conn.receive(|id, outcome| done.push((id, outcome.map(|bytes| bytes.to_vec()))))?;
         thread::sleep(Duration::from_micros(100));
     }
     Ok(done)

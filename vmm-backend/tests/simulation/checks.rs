@@ -39,6 +39,12 @@ impl World {
         used_before: u64,
     ) -> Result<(), Violation> {
         self.check_waiters(shards)?;
+        if let Some((page, generation)) = self.sent_twice {
+            return fail(
+                Check::SentTwice,
+                format!("page {page}, generation {generation}"),
+            );
+        }
         let mut recount = Recount::default();
         for page in 0..PAGES {
             let entry = self.shared.table.load(PageIndex(page));

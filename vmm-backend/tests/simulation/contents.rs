@@ -46,6 +46,10 @@ impl Contents {
         Self::new(&word.to_le_bytes().repeat(PAGE_SIZE / 8))
     }
 
+    pub(crate) fn hash(&self) -> u64 {
+        self.hash
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes[..]
     }

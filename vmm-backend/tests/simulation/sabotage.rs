@@ -57,6 +57,8 @@ pub(crate) enum Sabotage {
     DropUnplug,
     /// An entry of unplugged memory is made anew.
     KeepUnplugged,
+    /// A page given back begins to count its generations anew.
+    RepeatGeneration,
 }
 
 impl Sabotage {
@@ -86,6 +88,7 @@ impl Sabotage {
         (Self::KeepLimit, &[Check::NotHome, Check::Stuck]),
         (Self::DropUnplug, &[Check::Stuck, Check::Budget]),
         (Self::KeepUnplugged, &[Check::Kept]),
+        (Self::RepeatGeneration, &[Check::SentTwice]),
     ];
 }
 
@@ -106,6 +109,7 @@ impl Simulation {
             Sabotage::LiftLate => world.lift_late(),
             Sabotage::AnswerLost => world.answer_lost(),
             Sabotage::PunchPinned => world.punch_pinned(),
+            Sabotage::RepeatGeneration => world.repeat_generation(),
             _ if !world.random.chance(2) => {}
             Sabotage::LoseGood => world.lose_good(),
             Sabotage::LeakBudget => world.shared.budget.force(1),
@@ -128,6 +132,13 @@ impl World {
                 self.protected[page.0 as usize] = false;
             }
             self.wake(run);
+        }
+    }
+
+    fn repeat_generation(&mut self) {
+        let page = PageIndex(self.random.below(u64::from(PAGES)) as u32);
+        if self.shared.table.state(page) == State::Absent {
+            self.shared.table.store(page, &Entry::ABSENT);
         }
     }
 

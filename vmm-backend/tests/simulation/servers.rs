@@ -118,7 +118,12 @@ impl World {
         {
             let entry = self.shared.table.load(fetch.page);
             let key = &self.shared.key;
-            let tag = key.tag(fetch.page, entry.generation, contents.bytes());
+            let tag = key.tag(
+                fetch.page,
+                entry.generation,
+                contents.bytes(),
+                &mut Vec::new(),
+            );
             if entry.state == State::Stored {
                 let entry = outram_backend::engine::table::Entry { tag, ..entry };
                 self.shared.table.store(fetch.page, &entry);
@@ -146,11 +151,17 @@ impl World {
             return Started::Abandon(shard, staged);
         };
         let contents = self.staging[staged.staging.slot.0 as usize].clone();
+        let contents = contents.expect("an order to write a slot that holds a page");
+        let sealed_as = (staged.page.0, staged.generation.0);
+        let sent = *self.sent.entry(sealed_as).or_insert(contents.hash());
+        if sent != contents.hash() {
+            self.sent_twice = Some(sealed_as);
+        }
         self.servers.writes.push(WriteInFlight {
             shard,
             staged,
             slot,
-            contents: contents.expect("an order to write a slot that holds a page"),
+            contents,
             done: false,
         });
         Started::Yes

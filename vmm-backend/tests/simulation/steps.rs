@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 use outram_backend::engine::budget::Budget;
 use outram_backend::engine::policy::TwoQueues;
+use outram_backend::engine::seal::PageKey;
 use outram_backend::engine::shard::{FetchFailed, Shard};
 use outram_backend::engine::slots::SlotPool;
 use outram_backend::engine::staging::StagingPool;
 use outram_backend::engine::stats::Stats;
 use outram_backend::engine::table::PageTable;
-use outram_backend::engine::tag::TagKey;
 use outram_backend::engine::{PageIndex, PageRun, PageSize, PinId, Shared, SharedRef};
+use outram_wire::seal::Seal;
 
 use crate::plugging::{changing_part, lasting_part};
 use crate::ports::{SimEvictor, SimPorts};
@@ -70,7 +71,7 @@ fn shared() -> SharedRef {
         budget: Budget::new(80, PageSize::BASE),
         staging: StagingPool::new(24),
         slots: SlotPool::new(SERVERS),
-        key: TagKey::new([7; 32]),
+        key: PageKey::new(&[7; 32], Seal::Off),
         stats: Stats::new(),
     })
 }
@@ -365,7 +366,10 @@ impl Simulation {
         }
         let shard = &mut self.shards[fetch.shard];
         match fetch.answer.flatten() {
-            Some(contents) => shard.on_fetched(id, page, Ok(contents.bytes())),
+            Some(contents) => {
+                let mut bytes = contents.bytes().to_vec();
+                shard.on_fetched(id, page, Ok(&mut bytes));
+            }
             None => shard.on_fetched(id, page, Err(FetchFailed::Gone)),
         }
         shard.pump();

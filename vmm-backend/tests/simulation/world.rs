@@ -68,6 +68,9 @@ pub(crate) enum Check {
     NotHome,
     /// Something is kept of memory that was unplugged.
     Kept,
+    /// Other bytes were sent for a page and a generation that bytes were sent for before: a nonce came
+    /// twice.
+    SentTwice,
 }
 
 /// A check that failed.
@@ -195,6 +198,9 @@ pub(crate) struct World {
     pub(crate) runs: Vec<OutRun>,
     pub(crate) orders: VecDeque<(usize, StagedPage)>,
     pub(crate) servers: Servers,
+    /// What was sent for each page and generation, by its hash.
+    pub(crate) sent: BTreeMap<(u32, u64), u64>,
+    pub(crate) sent_twice: Option<(u32, u64)>,
     pub(crate) live_fetches: BTreeMap<u32, LiveFetch>,
     pub(crate) alerted: [bool; SHARDS],
     pub(crate) pin_answers: Vec<(PinId, Result<(), PinRefused>)>,
@@ -250,6 +256,8 @@ impl World {
             runs: Vec::new(),
             orders: VecDeque::new(),
             servers: Servers::new(),
+            sent: BTreeMap::new(),
+            sent_twice: None,
             live_fetches: BTreeMap::new(),
             alerted: [false; SHARDS],
             pin_answers: Vec::new(),

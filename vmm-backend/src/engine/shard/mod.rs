@@ -308,8 +308,13 @@ impl<P: Ports> Shard<P> {
         is_hole && run.is_some_and(|(_, punching)| !punching.has_begun())
     }
 
-    /// A fetch ended. `bytes` is a whole page.
-    pub fn on_fetched(&mut self, id: FetchId, page: PageIndex, bytes: Result<&[u8], FetchFailed>) {
+    /// A fetch ended. `bytes` is a whole page as it lay on the server; it is opened in place.
+    pub fn on_fetched(
+        &mut self,
+        id: FetchId,
+        page: PageIndex,
+        bytes: Result<&mut [u8], FetchFailed>,
+    ) {
         let wait = self.pending.get(&page).map(|pending| pending.wait);
         let Some(Wait::Fetch {
             id: current,
@@ -330,7 +335,8 @@ impl<P: Ports> Shard<P> {
             self.lose(page, pending);
             return;
         };
-        if self.shared.key.tag(page, entry.generation, bytes) == entry.tag {
+        let key = &self.shared.key;
+        if key.open(page, entry.generation, entry.tag, bytes).is_ok() {
             match self.moving.remove(&page) {
                 Some(ticket) if pending.is_idle() => self.stage_moved(page, entry, bytes, ticket),
                 ticket => {
@@ -338,7 +344,10 @@ impl<P: Ports> Shard<P> {
                     self.install_fetched(page, entry, bytes, pending);
                 }
             }
-        } else if attempt + 1 < FETCH_ATTEMPTS {
+            return;
+        }
+        self.shared.stats.refused_reads.count();
+        if attempt + 1 < FETCH_ATTEMPTS {
             self.start_fetch(page, entry, attempt + 1, pending);
         } else {
             self.shared.stats.integrity_failures.count();

@@ -3,20 +3,21 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
+use outram_wire::seal::Seal;
 use outram_wire::units::PAGE_SIZE;
 
 use crate::engine::budget::Budget;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
 use crate::engine::policy::TwoQueues;
+use crate::engine::seal::PageKey;
 use crate::engine::shard::{Fault, Shard};
 use crate::engine::slots::{SlabRef, SlotPool};
 use crate::engine::staging::{StagingPool, Ticket};
 use crate::engine::stats::Stats;
 use crate::engine::table::{Entry, PageTable, State};
-use crate::engine::tag::TagKey;
 use crate::engine::{
-    Fetch, Install, PageIndex, PageRun, PageSize, PinId, PinRefused, Ports, Shared, SharedRef,
-    SlotId, StagedPage, StagingSlot,
+    Fetch, Generation, Install, PageIndex, PageRun, PageSize, PinId, PinRefused, Ports, Shared,
+    SharedRef, SlotId, StagedPage, StagingSlot,
 };
 
 pub(super) const READ: Fault = Fault {
@@ -216,7 +217,7 @@ pub(super) fn shared(limit: u64, staging: u32) -> SharedRef {
         budget: Budget::new(limit, PageSize::BASE),
         staging: StagingPool::new(staging),
         slots,
-        key: TagKey::new([3; 32]),
+        key: PageKey::new(&[3; 32], Seal::On),
         stats,
     })
 }
@@ -368,8 +369,21 @@ impl Bench {
     /// The server answers the oldest fetch.
     pub(super) fn answer(&mut self, version: u8) {
         let fetch = self.world().fetches.remove(0);
-        self.shard
-            .on_fetched(fetch.id, fetch.page, Ok(&bytes(version)));
+        let generation = self.shared.table.load(fetch.page).generation;
+        self.answer_sealed(fetch, fetch.page, generation, version);
+    }
+
+    /// The server answers a fetch with what was once sent for a page and a generation.
+    pub(super) fn answer_sealed(
+        &mut self,
+        fetch: Fetch,
+        page: PageIndex,
+        generation: Generation,
+        version: u8,
+    ) {
+        let mut sealed = bytes(version);
+        self.shared.key.seal(page, generation, &mut sealed);
+        self.shard.on_fetched(fetch.id, fetch.page, Ok(&mut sealed));
         self.shard.pump();
     }
 

@@ -4,7 +4,7 @@ use super::bench::*;
 use crate::engine::shard::FetchFailed;
 use crate::engine::stats::FaultKind;
 use crate::engine::table::State;
-use crate::engine::{Install, Ports};
+use crate::engine::{Install, PageIndex, Ports};
 
 #[test]
 fn a_page_never_touched_is_zero() {
@@ -178,6 +178,46 @@ fn bytes_wrong_once_on_their_way_do_no_harm() {
     bench.answer(2);
     bench.answer(1);
     assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+/// The guest changes a page that is stored, and it is stored again.
+fn store_anew(bench: &mut Bench, page: u32, before: u8, version: u8) {
+    bench.fault(page, WRITE);
+    bench.answer(before);
+    bench.store(page, version);
+    bench.evict_all();
+    let write = bench.start_write();
+    bench.end_write(write);
+    assert_eq!(bench.state(page), State::Stored);
+}
+
+#[test]
+fn what_a_page_once_was_is_not_taken() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    let earlier = bench.shared.table.load(PageIndex(7)).generation;
+    store_anew(&mut bench, 7, 1, 2);
+    bench.fault(7, READ);
+    for _ in 0..2 {
+        let fetch = bench.world().fetches.remove(0);
+        bench.answer_sealed(fetch, PageIndex(7), earlier, 1);
+    }
+    assert_eq!(bench.state(7), State::Lost);
+    assert_eq!(bench.shared.stats.refused_reads.get(), 2);
+}
+
+#[test]
+fn what_was_sealed_for_another_page_is_not_taken() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.store_remotely(8, 1);
+    let other = bench.shared.table.load(PageIndex(8)).generation;
+    bench.fault(7, READ);
+    for _ in 0..2 {
+        let fetch = bench.world().fetches.remove(0);
+        bench.answer_sealed(fetch, PageIndex(8), other, 1);
+    }
+    assert_eq!(bench.state(7), State::Lost);
 }
 
 #[test]
