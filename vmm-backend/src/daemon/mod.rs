@@ -154,6 +154,7 @@ fn open_disk(
         vm: config.vm,
         size_bytes: settings.size_bytes,
         key: settings.key,
+        seal: config.seal,
         remote: RemoteConfig {
             data_connections: far_disk::DATA_CONNECTIONS,
             ..remote.clone()

@@ -3,20 +3,24 @@
 //! The key travels in the domain's metadata, so that whoever the domain is restored on or moved to
 //! can claim the disk. The guest's UUID is part of every derivation: a clone of a domain has its own
 //! disk although it has the same key. Servers see the derived secret, never the key: they cannot
-//! make tags.
+//! make tags, nor open a block.
 
 use outram_wire::disk::DiskKey;
 use outram_wire::server::{DiskId, SessionSecret};
 use outram_wire::units::VmId;
 
+use crate::engine::seal::Secret;
 use crate::engine::tag::TagKey;
 
 /// What a disk's key comes to for one guest.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct Identity {
     pub(super) disk: DiskId,
     pub(super) secret: SessionSecret,
+    /// Of the slabs' headers.
     pub(super) tags: TagKey,
+    /// What the keys of its blocks are made of.
+    pub(super) blocks: Secret,
 }
 
 impl Identity {
@@ -31,6 +35,7 @@ impl Identity {
             disk: key.disk_of(vm),
             secret: SessionSecret(derive("outram 2025 far-memory disk secret")),
             tags: TagKey::new(derive("outram 2025 far-memory disk tags")),
+            blocks: Secret::new(derive("outram 2025 far-memory disk blocks")),
         }
     }
 }

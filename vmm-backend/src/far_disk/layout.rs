@@ -4,31 +4,35 @@
 //!
 //! ```text
 //! blocks   one after the other, 4096 bytes each
-//! entries  of each block: 0 generation u64 (0: not written, reads as zeros)   8 tag [16]      = 24
+//! entries  of each block: 0 generation u64 (0: not written, reads as zeros)
+//!                         8 salt [16]   24 tag [16]                                           = 40
 //! …        unused
 //! header   0 magic "OUTRDISK"  8 version u16  10 zero [6]  16 extent u64  24 tag [16]  40 zero = 64
 //! ```
 //!
 //! All little-endian; the header ends with the slab. So each slab says for itself what it holds, and
 //! whoever has the disk's key can load it from its slabs alone. A block's tag binds its contents to
-//! the disk (by the key), the block's number and the generation; the header's tag the slab to its
+//! the disk and the opening that wrote it (by the key, see [`super::block_keys`]), the block's number
+//! and the generation; the header's tag the slab to its
 //! extent. A slab without a header was leased, or is to be released, and holds nothing.
 
 use outram_wire::server::{Extent, SlabId};
 use outram_wire::units::PAGE_SIZE;
 
+use super::block_keys::Salt;
 use crate::engine::tag::{Tag, TagKey};
 use crate::engine::{Generation, PageIndex};
 
 /// Bytes of a block.
 pub(super) const BLOCK: usize = PAGE_SIZE;
 /// Bytes of a block's entry.
-pub(super) const ENTRY: usize = 24;
+pub(super) const ENTRY: usize = 40;
 /// Bytes of a slab's header.
 pub(super) const HEADER: usize = 64;
 
 const MAGIC: [u8; 8] = *b"OUTRDISK";
-const VERSION: u16 = 1;
+/// 1 had neither salts nor sealed blocks.
+const VERSION: u16 = 2;
 
 /// A disk's measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,6 +138,8 @@ impl Layout {
 pub(super) struct Entry {
     /// 0 where nothing is written.
     pub(super) generation: u64,
+    /// Which opening wrote it.
+    pub(super) salt: Salt,
     pub(super) tag: Tag,
 }
 
@@ -141,19 +147,21 @@ impl Entry {
     pub(super) fn encode(self) -> [u8; ENTRY] {
         let mut bytes = [0; ENTRY];
         bytes[..8].copy_from_slice(&self.generation.to_le_bytes());
-        bytes[8..].copy_from_slice(&self.tag.0);
+        bytes[8..24].copy_from_slice(&self.salt.0);
+        bytes[24..].copy_from_slice(&self.tag.0);
         bytes
     }
 
     pub(super) fn decode(bytes: &[u8; ENTRY]) -> Self {
-        let (generation, tag) = bytes
-            .split_first_chunk::<8>()
-            .expect("24 bytes are 8 and 16");
-        let mut own = Tag::default();
-        own.0.copy_from_slice(tag);
+        let mut generation = [0; 8];
+        generation.copy_from_slice(&bytes[..8]);
+        let (mut salt, mut tag) = (Salt::default(), Tag::default());
+        salt.0.copy_from_slice(&bytes[8..24]);
+        tag.0.copy_from_slice(&bytes[24..]);
         Self {
-            generation: u64::from_le_bytes(*generation),
-            tag: own,
+            generation: u64::from_le_bytes(generation),
+            salt,
+            tag,
         }
     }
 }
@@ -241,15 +249,17 @@ mod tests {
     fn entries_and_headers_have_these_bytes() {
         let entry = Entry {
             generation: 0x0102,
+            salt: Salt([8; 16]),
             tag: Tag([9; 16]),
         };
         let mut expected = [9; ENTRY];
+        expected[8..24].fill(8);
         expected[..8].copy_from_slice(&[2, 1, 0, 0, 0, 0, 0, 0]);
         assert_eq!(entry.encode(), expected);
         assert_eq!(Entry::decode(&expected), entry);
         let tags = TagKey::new([1; 32]);
         let header = encode_header(&tags, 0x0506);
-        assert_eq!(&header[..18], b"OUTRDISK\x01\0\0\0\0\0\0\0\x06\x05");
+        assert_eq!(&header[..18], b"OUTRDISK\x02\0\0\0\0\0\0\0\x06\x05");
         assert_eq!(decode_header(&tags, &header), Ok(Some(0x0506)));
         assert_eq!(decode_header(&tags, &[0; HEADER]), Ok(None));
         for place in [0, 8, 16, 23, 24, 39, 40, 63] {

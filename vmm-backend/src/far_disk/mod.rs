@@ -1,9 +1,8 @@
 //! The far-memory disk: a thin disk whose blocks lie on the memory servers alone.
 //!
 //! A write returns once a server has it, so that nothing of the disk lies on this host; blocks that
-//! were never written, or were given back, read as zeros and cost nothing. Each block that comes
-//! back is checked against a keyed hash bound to disk, block and generation: a wrong or lost block is
-//! an error, never other bytes.
+//! were never written, or were given back, read as zeros and cost nothing. Each block is sealed under
+//! a key bound to disk, block and generation: a wrong or lost block is an error, never other bytes.
 //!
 //! The disk belongs to nobody's process. It is created with its guest's start, *parked* when its
 //! backend goes away keeping it, and claimed by the next one: after a restore, or at the other end of
@@ -16,6 +15,7 @@
 //! Lock order: `opening`, then `access`; neither while waiting for a server, but for `opening` by
 //! whoever opens.
 
+mod block_keys;
 mod extents;
 mod key;
 mod layout;
@@ -33,6 +33,7 @@ use std::time::Duration;
 use outram_wire::causes::with_causes;
 use outram_wire::control::{DiskState, DiskStatus};
 use outram_wire::disk::DiskKey;
+use outram_wire::seal::Seal;
 use outram_wire::server::{DiskId, SlabId};
 use outram_wire::units::{VmId, format_size};
 
@@ -59,6 +60,8 @@ pub struct FarDiskConfig {
     pub size_bytes: u64,
     /// The key in the domain's metadata.
     pub key: DiskKey,
+    /// Whether blocks are sealed before they leave; those that lie there are read either way.
+    pub seal: Seal,
     /// The servers, and who we are; its `vm` and `secret` are not used.
     pub remote: RemoteConfig,
 }
@@ -69,6 +72,9 @@ pub enum DiskError {
     /// A memory server.
     #[error(transparent)]
     Remote(#[from] RemoteError),
+    /// No key for what is to be written.
+    #[error("drawing a key for the disk's blocks failed")]
+    Key(#[source] std::io::Error),
     /// No server is named.
     #[error("a far-memory disk needs a memory server, and none is named")]
     NoServer,

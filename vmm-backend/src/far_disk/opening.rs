@@ -8,16 +8,19 @@ use crossbeam_channel::{Receiver, unbounded};
 use outram_wire::causes::with_causes;
 use outram_wire::server::{DiskShape, Opening, Refusal, SlabId};
 
+use super::block_keys::BlockKeys;
 use super::extents::{Extents, Place, StoredExtent};
 use super::key::Identity;
 use super::layout::{HEADER, Layout, Run, decode_header, entries};
 use super::line::{Line, LineState};
-use super::store::Store;
+use super::store::{Store, StoreKeys};
 use super::{DiskError, DiskFault, FarDiskConfig, Interrupt};
 use crate::remote::{DiskOpening, RemoteError, Session, SessionEvent};
 
 /// Most blocks whose entries are loaded at once.
 const MOST_LOADED: u32 = 32 * 1024;
+/// No generation beyond it is believed.
+const LAST_GENERATION: u64 = 1 << 62;
 /// How long a server may take to notice that a former backend of the guest has ended.
 const FORMER_USER: Duration = Duration::from_secs(5);
 
@@ -42,14 +45,23 @@ pub(super) fn create(config: &FarDiskConfig, identity: &Identity) -> Result<Stor
     };
     match reserve(config, &lines) {
         Ok(layout) => {
-            let (extents, tags) = (Extents::default(), identity.tags.clone());
-            Ok(Store::new(layout, lines, tags, extents, 1, 0))
+            let keys = keys(config, identity)?;
+            Ok(Store::new(layout, lines, keys, Extents::default(), 1, 0))
         }
         Err(error) => {
             give_up(&lines);
             Err(error)
         }
     }
+}
+
+/// The keys of a new opening.
+fn keys(config: &FarDiskConfig, identity: &Identity) -> Result<StoreKeys, DiskError> {
+    let blocks = BlockKeys::draw(&identity.blocks, config.seal).map_err(DiskError::Key)?;
+    Ok(StoreKeys {
+        headers: identity.tags.clone(),
+        blocks,
+    })
 }
 
 /// Whether a server may only not have noticed yet that the backend before us has ended.
@@ -109,7 +121,7 @@ pub(super) fn claim(
             }
         }
     }
-    let tags = identity.tags.clone();
+    let keys = keys(config, identity)?;
     let (next, written) = (loaded.last_generation + 1, loaded.written_blocks());
     tracing::info!(
         written_blocks = written,
@@ -118,7 +130,7 @@ pub(super) fn claim(
     Ok(Store::new(
         layout,
         lines,
-        tags,
+        keys,
         loaded.finish(),
         next,
         written,
@@ -247,6 +259,10 @@ fn load_slab(
         let run = Run { first, count };
         let bytes = line.read(&[layout.entries_at(slab, run)], interrupt)?;
         generations.extend(entries(&bytes).map(|entry| entry.generation));
+    }
+    // No disk comes so far by writing, and counting on from there would.
+    if generations.iter().any(|own| *own > LAST_GENERATION) {
+        return Err(DiskError::Foreign(slab));
     }
     Ok(Some((extent, generations)))
 }

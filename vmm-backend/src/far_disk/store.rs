@@ -8,12 +8,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
+use super::block_keys::BlockKeys;
 use super::extents::{Extents, Place, StoredExtent, runs_of};
 use super::layout::{BLOCK, ENTRY, Entry, HEADER, Layout, Run, encode_header, entries};
 use super::line::{Line, Over};
 use super::ranges::{Hold, Ranges};
 use super::{DiskFault, Interrupt};
-use crate::engine::tag::{Tag, TagKey, fill_word};
+use crate::engine::seal::Refused;
+use crate::engine::tag::{TagKey, fill_word};
 use crate::engine::{Generation, PageIndex};
 
 /// Most blocks that one request to a server moves: 1 MiB, as much as a guest's request.
@@ -27,9 +29,19 @@ pub(super) struct Store {
     pub(super) lines: Vec<Line>,
     pub(super) extents: Extents,
     ranges: Ranges,
-    tags: TagKey,
+    keys: StoreKeys,
+    /// From here on generations are this opening's own.
+    first_generation: u64,
     next_generation: AtomicU64,
     written_blocks: AtomicI64,
+}
+
+/// The keys of an opening.
+pub(super) struct StoreKeys {
+    /// Of the slabs' headers.
+    pub(super) headers: TagKey,
+    /// Of blocks.
+    pub(super) blocks: BlockKeys,
 }
 
 impl Store {
@@ -37,7 +49,7 @@ impl Store {
     pub(super) fn new(
         layout: Layout,
         lines: Vec<Line>,
-        tags: TagKey,
+        keys: StoreKeys,
         extents: Extents,
         next_generation: u64,
         written_blocks: u64,
@@ -47,7 +59,8 @@ impl Store {
             lines,
             extents,
             ranges: Ranges::default(),
-            tags,
+            keys,
+            first_generation: next_generation,
             next_generation: AtomicU64::new(next_generation),
             written_blocks: AtomicI64::new(written_blocks as i64),
         }
@@ -214,7 +227,7 @@ impl Store {
         Ok(())
     }
 
-    /// Fetches written blocks, and checks each.
+    /// Fetches written blocks, and opens each.
     fn fetch(
         &self,
         stored: &StoredExtent,
@@ -226,16 +239,13 @@ impl Store {
             self.layout.blocks_at(stored.place.slab, run),
             self.layout.entries_at(stored.place.slab, run),
         ];
-        let bytes = self.line(stored).read(&places, interrupt)?;
-        let (blocks, told) = bytes.split_at(run.count as usize * BLOCK);
-        let contents = blocks.chunks_exact(BLOCK).zip(entries(told));
+        let mut bytes = self.line(stored).read(&places, interrupt)?;
+        let (blocks, told) = bytes.split_at_mut(run.count as usize * BLOCK);
+        let contents = blocks.chunks_exact_mut(BLOCK).zip(entries(told));
         for (place, (block, entry)) in run.places().zip(contents) {
             let number = self.layout.block(stored.place.extent, place);
-            let expected = Entry {
-                generation: stored.generation(place),
-                tag: self.tag(number, stored.generation(place), block),
-            };
-            if entry != expected {
+            let is_current = entry.generation == stored.generation(place) && self.may_be(&entry);
+            if !is_current || self.open(number, &entry, block).is_err() {
                 return Err(DiskFault::Corrupt { block: number });
             }
         }
@@ -243,9 +253,26 @@ impl Store {
         Ok(())
     }
 
-    fn tag(&self, block: u32, generation: u64, bytes: &[u8]) -> Tag {
-        self.tags
-            .tag(PageIndex(block), Generation(generation), bytes)
+    /// Whether an entry may be of its generation: an earlier opening came by the same ones where it
+    /// was told of others than we.
+    fn may_be(&self, entry: &Entry) -> bool {
+        entry.generation < self.first_generation || entry.salt == self.keys.blocks.salt()
+    }
+
+    fn open(&self, block: u32, entry: &Entry, bytes: &mut [u8]) -> Result<(), Refused> {
+        let key = self.keys.blocks.of(entry.salt);
+        let generation = Generation(entry.generation);
+        key.open(PageIndex(block), generation, entry.tag, bytes)
+    }
+
+    /// Makes of a block what may leave, in place; its entry.
+    fn seal(&self, block: u32, generation: u64, bytes: &mut [u8]) -> Entry {
+        let key = self.keys.blocks.own();
+        Entry {
+            generation,
+            salt: self.keys.blocks.salt(),
+            tag: key.seal(PageIndex(block), Generation(generation), bytes),
+        }
     }
 
     /// Makes a change, once there is a slab for it.
@@ -283,7 +310,7 @@ impl Store {
         let number = extent as usize % self.lines.len();
         let line = &self.lines[number];
         let slab = line.lease(interrupt)?;
-        let header = encode_header(&self.tags, extent);
+        let header = encode_header(&self.keys.headers, extent);
         let written = line.write(&[self.layout.header_at(slab)], &[&header], interrupt);
         if let Err(error) = written {
             line.session.release_slab(slab);
@@ -333,16 +360,14 @@ impl Store {
                 .map(|_| self.next_generation.fetch_add(1, Ordering::Relaxed))
                 .collect();
             let mut told = Vec::with_capacity(piece.count as usize * ENTRY);
-            for (place, generation) in piece.places().zip(&generations) {
-                let number = self.layout.block(change.extent, place);
-                let entry = Entry {
-                    generation: *generation,
-                    tag: self.tag(number, *generation, block(place)),
-                };
-                told.extend_from_slice(&entry.encode());
-            }
             let at = (piece.first - run.first) as usize * BLOCK;
-            let payload = [&bytes[at..at + piece.count as usize * BLOCK], &told];
+            let mut sealed = bytes[at..at + piece.count as usize * BLOCK].to_vec();
+            let blocks = piece.places().zip(sealed.chunks_exact_mut(BLOCK));
+            for ((place, block), generation) in blocks.zip(&generations) {
+                let number = self.layout.block(change.extent, place);
+                told.extend_from_slice(&self.seal(number, *generation, block).encode());
+            }
+            let payload = [&sealed[..], &told];
             let places = [
                 self.layout.blocks_at(stored.place.slab, piece),
                 self.layout.entries_at(stored.place.slab, piece),
@@ -360,7 +385,7 @@ impl Store {
         interrupt: &Interrupt<'_>,
     ) -> Result<(), DiskFault> {
         if stored.may_lack_header() {
-            let header = encode_header(&self.tags, stored.place.extent);
+            let header = encode_header(&self.keys.headers, stored.place.extent);
             let at = self.layout.header_at(stored.place.slab);
             self.line(stored).write(&[at], &[&header], interrupt)?;
             stored.set_may_lack_header(false);

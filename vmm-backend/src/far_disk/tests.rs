@@ -6,6 +6,7 @@ use std::thread;
 use outram_memserver::Server;
 use outram_wire::server::Extent;
 
+use super::layout::Run;
 use super::*;
 use crate::remote::test_server::{self, Gate, PATIENCE, Pki, SLAB, anywhere, serve};
 
@@ -51,6 +52,7 @@ impl World {
             vm: VmId(uuid::Uuid::from_u128(9)),
             size_bytes: SIZE,
             key: DiskKey([5; 32]),
+            seal: Seal::On,
             remote: RemoteConfig {
                 addresses: addresses.collect(),
                 data_connections: DATA_CONNECTIONS,
@@ -316,6 +318,83 @@ fn a_changed_or_older_block_is_an_error_and_counted() {
         read(&swap, 4096, 4096),
         Err(DiskFault::Corrupt { block: 1 })
     );
+}
+
+#[test]
+fn nothing_of_a_block_shows_at_its_server_unless_it_may() {
+    for seal in [Seal::On, Seal::Off] {
+        let world = World::new(&[SLAB]);
+        let config = FarDiskConfig {
+            seal,
+            ..world.config()
+        };
+        let disk = FarDisk::create(config.clone()).expect("there is room");
+        let secret = b"what nobody else may read ";
+        let bytes = secret.repeat(400)[..8192].to_vec();
+        write(&disk, 4096, &bytes);
+        let store = store(&disk);
+        let slab = store.extents.get(0).expect("written").place.slab;
+        let (offset, length) = (0, SLAB as u32);
+        let whole = Extent {
+            slab,
+            offset,
+            length,
+        };
+        let kept = store.lines[0].read(&[whole], &Interrupt::never());
+        let shows = kept
+            .expect("read")
+            .windows(8)
+            .any(|part| part == &secret[..8]);
+        assert_eq!(shows, seal == Seal::Off, "{seal}");
+        // Whoever claims it reads what was written either way, and writes as it is told.
+        drop(store);
+        disk.end(true);
+        drop(disk);
+        let other = match seal {
+            Seal::On => Seal::Off,
+            Seal::Off => Seal::On,
+        };
+        let later = FarDisk::incoming(FarDiskConfig {
+            seal: other,
+            ..config
+        });
+        assert_eq!(read(&later, 4096, 8192), Ok(bytes));
+        write(&later, 0, &[3; 5000]);
+        assert_eq!(read(&later, 0, 4096), Ok(vec![3; 4096]));
+    }
+}
+
+#[test]
+fn an_earlier_openings_block_of_the_same_generation_is_not_taken() {
+    let world = World::new(&[SLAB]);
+    let first = world.create();
+    write(&first, 0, &[1; 4096]);
+    let former = store(&first);
+    let slab = former.extents.get(0).expect("written").place.slab;
+    let block = Run { first: 0, count: 1 };
+    let places = [
+        former.layout.blocks_at(slab, block),
+        former.layout.entries_at(slab, block),
+    ];
+    let never = Interrupt::never();
+    let kept = former.lines[0].read(&places, &never).expect("read");
+    drop(former);
+    first.end(false);
+    drop(first);
+    // A new start of the guest: generations begin anew, under the same key.
+    let second = world.create();
+    write(&second, 0, &[2; 4096]);
+    let now = store(&second);
+    let slab = now.extents.get(0).expect("written").place.slab;
+    let places = [
+        now.layout.blocks_at(slab, block),
+        now.layout.entries_at(slab, block),
+    ];
+    let (old, entry) = kept.split_at(4096);
+    now.lines[0]
+        .write(&places, &[old, entry], &never)
+        .expect("meddled");
+    assert_eq!(read(&second, 0, 4096), Err(DiskFault::Corrupt { block: 0 }));
 }
 
 #[test]
