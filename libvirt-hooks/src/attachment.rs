@@ -7,6 +7,7 @@ use std::fmt;
 use std::path::Path;
 
 use outram_wire::disk::DiskKey;
+use outram_wire::seal::Seal;
 use outram_wire::units::Limit;
 use xot::Node;
 
@@ -59,6 +60,8 @@ pub struct AttachRequest {
     pub limit: Limit,
     /// Its servers; none keeps those already in the settings.
     pub servers: Vec<ServerAddress>,
+    /// Whether what leaves the host is sealed; `None` keeps it as it is in the settings.
+    pub seal: Option<Seal>,
     /// Its far-memory disk.
     pub disk: DiskRequest,
 }
@@ -98,6 +101,10 @@ pub fn attach(
     let mut settings = MemorySettings {
         limit: request.limit,
         servers: request.servers.clone(),
+        seal: request
+            .seal
+            .or(before.as_ref().map(|before| before.seal))
+            .unwrap_or_default(),
         disk: request
             .disk
             .applied(before.as_ref().and_then(|before| before.disk)),
@@ -135,6 +142,7 @@ pub fn attach_running(
     let mut settings = MemorySettings {
         limit: request.limit,
         servers: request.servers.clone(),
+        seal: request.seal.unwrap_or_default(),
         disk: request.disk.applied(None),
         added: Vec::new(),
     };

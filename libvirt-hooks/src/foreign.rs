@@ -103,6 +103,7 @@ pub fn attach(
     let request = AttachRequest {
         limit: wish.limit,
         servers: wish.servers.clone(),
+        seal: None,
         disk: DiskRequest::Keep,
     };
     attachment::attach(&mut domain, &paths.run, &request)?;

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use outram_wire::control::{Phase, Status};
 use outram_wire::incoming::Incoming;
+use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, PageSize, VmId};
 
 use crate::backend_control::{BackendControl, ControlError};
@@ -179,6 +180,9 @@ impl Launch {
         }
         for server in &self.settings.servers {
             option("server", server.to_string().into());
+        }
+        if self.settings.seal != Seal::default() {
+            option("seal", self.settings.seal.to_string().into());
         }
         option("run-dir", self.run.clone().into());
         option("socket-user", self.socket_user.to_string().into());
@@ -487,6 +491,7 @@ mod tests {
             settings: MemorySettings {
                 limit: Limit::LocalRatio(LocalRatio::new(0.5).expect("a ratio")),
                 servers: Vec::new(),
+                seal: Seal::Off,
                 disk: None,
                 added: Vec::new(),
             },
@@ -513,6 +518,7 @@ mod tests {
                 "--max-ram=2147483648",
                 "--page-size=2097152",
                 "--local-ratio=0.5",
+                "--seal=off",
                 "--run-dir=/run/outram",
                 "--socket-user=libvirt-qemu:kvm",
                 "--incoming=restore",

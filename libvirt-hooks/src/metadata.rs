@@ -1,7 +1,7 @@
 //! The settings of a domain that uses Outram: one element of our namespace in its `<metadata>`.
 //!
 //! ```xml
-//! <outram:memory xmlns:outram="https://outram.dev/xmlns/domain/1" local-ratio="0.5">
+//! <outram:memory xmlns:outram="https://outram.dev/xmlns/domain/1" local-ratio="0.5" seal="on">
 //!   <outram:server address="10.0.0.2:7741"/>
 //!   <outram:disk size="8GiB" key="…"/>
 //! </outram:memory>
@@ -14,6 +14,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
+use outram_wire::seal::{Seal, SealError};
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, UnitError, format_size, parse_size};
 use xot::Node;
 
@@ -81,6 +82,8 @@ pub struct MemorySettings {
     pub limit: Limit,
     /// The memory servers in order; none means those of the host's settings.
     pub servers: Vec<ServerAddress>,
+    /// Whether what leaves the host is sealed.
+    pub seal: Seal,
     /// The far-memory disk; without one the guest sees a small disk that holds nothing.
     pub disk: Option<DiskSettings>,
     /// What attach added; empty for settings written by hand.
@@ -159,6 +162,9 @@ pub enum MetadataError {
         /// What is wrong.
         source: UnitError,
     },
+    /// Neither sealed nor not.
+    #[error("attribute 'seal' of <outram:memory>: {0}")]
+    Seal(#[from] SealError),
     /// A limit of less than a page.
     #[error("local='{0}' of <outram:memory> is less than one page: expected a size such as 512MiB")]
     TooSmall(String),
@@ -233,10 +239,12 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
     expect_name(domain, element, "memory")?;
     expect_no_text(domain, element, "memory")?;
     let (mut ratio, mut local, mut added) = (None, None, Vec::new());
+    let mut seal = Seal::default();
     for (namespace, name, value) in domain.attributes(element) {
         match (namespace.as_str(), name.as_str()) {
             ("", "local-ratio") => ratio = Some(value),
             ("", "local") => local = Some(value),
+            ("", "seal") => seal = value.parse()?,
             ("", "added") => {
                 added = value
                     .split_whitespace()
@@ -247,7 +255,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
                 return Err(MetadataError::Attribute {
                     element: "memory",
                     found: name,
-                    expected: "'local-ratio' or 'local'",
+                    expected: "'local-ratio', 'local' or 'seal'",
                 });
             }
         }
@@ -270,6 +278,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
     Ok(MemorySettings {
         limit: read_limit(ratio, local)?,
         servers,
+        seal,
         disk,
         added,
     })
@@ -402,6 +411,10 @@ fn serialise(settings: &MemorySettings, namespace: &str) -> Result<String, Domai
     let (attribute, value) = limit_attribute(settings.limit);
     let attribute = xot.add_name(attribute);
     xot.set_attribute(memory, attribute, value);
+    if settings.seal != Seal::default() {
+        let seal = xot.add_name("seal");
+        xot.set_attribute(memory, seal, settings.seal.to_string());
+    }
     if !settings.added.is_empty() {
         let words: Vec<String> = settings.added.iter().map(Addition::to_string).collect();
         let added = xot.add_name("added");

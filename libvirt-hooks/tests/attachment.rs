@@ -22,6 +22,7 @@ fn request(ratio: f64, servers: &[&str]) -> AttachRequest {
             .iter()
             .map(|server| server.parse().expect("an address"))
             .collect(),
+        seal: None,
         disk: Default::default(),
     }
 }

@@ -5,6 +5,7 @@ use outram_libvirt::metadata::{
     Addition, DiskSettings, MemorySettings, read, to_plain_text, to_text,
 };
 use outram_wire::disk::DiskKey;
+use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, LocalRatio};
 
 const NS: &str = "xmlns:o='https://outram.dev/xmlns/domain/1'";
@@ -20,6 +21,7 @@ fn settings() -> MemorySettings {
     MemorySettings {
         limit: Limit::LocalBytes(512 << 20),
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
+        seal: Seal::On,
         disk: None,
         added: vec![Addition::Source, Addition::PciController(7)],
     }
@@ -54,6 +56,25 @@ fn settings_are_read_as_written() {
         };
         let text = to_text(&settings).expect("text");
         assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
+    }
+}
+
+#[test]
+fn whether_pages_are_sealed_is_read_as_written() {
+    let settings = MemorySettings {
+        seal: Seal::Off,
+        ..settings()
+    };
+    let text = to_text(&settings).expect("text");
+    assert!(text.contains(" local=\"512MiB\" seal=\"off\" "), "{text}");
+    assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
+    for (seal, expected) in [("on", Ok(Seal::On)), ("no", Err("'on' or 'off'"))] {
+        let metadata = format!("<o:memory {NS} local-ratio='0.5' seal='{seal}'/>");
+        match (read(&domain(&metadata)), expected) {
+            (Ok(read), Ok(expected)) => assert_eq!(read.map(|read| read.seal), Some(expected)),
+            (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error}"),
+            (read, _) => panic!("{seal}: {read:?}"),
+        }
     }
 }
 

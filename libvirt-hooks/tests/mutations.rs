@@ -75,6 +75,7 @@ fn request() -> AttachRequest {
     AttachRequest {
         limit: Limit::LocalBytes(1 << 30),
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
+        seal: None,
         disk: Default::default(),
     }
 }

@@ -16,6 +16,7 @@ fn attached() -> String {
     let request = AttachRequest {
         limit: Limit::LocalBytes(1 << 30),
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
+        seal: None,
         disk: Default::default(),
     };
     attachment::attach(&mut domain, Path::new(RUN), &request).expect("attached");

@@ -6,6 +6,7 @@ use std::io;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
+use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, VmId, format_size, parse_size};
 
 use super::affect::AffectArguments;
@@ -75,6 +76,13 @@ pub struct AttachArguments {
     /// migrated. Without this, the domain keeps the disk it has.
     #[arg(long, value_name = "SIZE", value_parser = parse_disk_size)]
     disk_size: Option<DiskSize>,
+    /// Whether the guest's memory is sealed (encrypted) before it leaves this host
+    ///
+    /// 'off' is for wires and servers that may see it: what comes back is checked all the same.
+    /// Without this it stays as the domain has it, which is 'on' at first. It takes effect at the
+    /// next start.
+    #[arg(long, value_name = "on|off")]
+    seal: Option<Seal>,
     #[command(flatten)]
     affect: AffectArguments,
     /// Show what would change, and change nothing
@@ -132,6 +140,7 @@ impl AttachArguments {
         let request = AttachRequest {
             limit: self.limit.limit(),
             servers: self.server.clone(),
+            seal: self.seal,
             disk: match self.disk_size {
                 None => DiskRequest::Keep,
                 Some(DiskSize::None) => DiskRequest::Remove,

@@ -229,6 +229,7 @@ fn any_request() -> AttachRequest {
     AttachRequest {
         limit: Limit::LocalBytes(1 << 30),
         servers: Vec::new(),
+        seal: None,
         disk: DiskRequest::Keep,
     }
 }

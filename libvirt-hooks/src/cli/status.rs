@@ -221,6 +221,13 @@ fn add_processes(lines: &mut Lines, status: &Status) {
         ),
     );
     lines.add("qemu", &qemu);
+    lines.add(
+        "sealed",
+        match status.sealed {
+            true => "yes, what leaves this host is encrypted",
+            false => "no, memory servers and wires see the guest's memory",
+        },
+    );
     if let Some(handover) = &status.handover {
         lines.add("hand-over", handover);
     }
@@ -308,13 +315,21 @@ fn add_counters(lines: &mut Lines, status: &Status) {
             format_size(c.wire_received_bytes)
         ),
     );
-    let trouble = c.stalls_limit + c.stalls_server + c.integrity_failures + c.stray_device_accesses;
+    let trouble = c.stalls_limit
+        + c.stalls_server
+        + c.refused_reads
+        + c.integrity_failures
+        + c.stray_device_accesses;
     if trouble > 0 {
         lines.add(
             "trouble",
             &format!(
-                "{} waits for room, {} waits for a server, {} pages failed their check, {} stray device accesses",
-                c.stalls_limit, c.stalls_server, c.integrity_failures, c.stray_device_accesses
+                "{} waits for room, {} waits for a server, {} reads refused, {} pages failed their check, {} stray device accesses",
+                c.stalls_limit,
+                c.stalls_server,
+                c.refused_reads,
+                c.integrity_failures,
+                c.stray_device_accesses
             ),
         );
     }
