@@ -1,20 +1,52 @@
-//! A TCP line between a backend and its memory server that tests can cut, or let go bad: bytes of
-//! pages are then changed on their way from the server.
+//! A TCP line between a backend and its memory server that tests can cut, or let go bad: what comes
+//! from the server is then altered, replayed, swapped, cut short or delayed.
 
+use std::collections::{HashMap, VecDeque};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use anyhow::{Context, Result};
-use outram_wire::server::data::{MAGIC, REPLY_BYTES};
+use anyhow::{Context, Result, bail};
+use outram_wire::server::data::{
+    self, EXTENT_BYTES, Extent, HELLO_BYTES, MAGIC, Op, REPLY_BYTES, REQUEST_BYTES, WELCOME_BYTES,
+};
+
+/// By how much a reply is delayed: far longer than one takes.
+const DELAY: Duration = Duration::from_millis(300);
+
+/// What is done to what a server gives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mischief {
+    /// A bit is flipped.
+    #[default]
+    Flip,
+    /// What the same place held before is given; nothing where it held nothing.
+    Replay,
+    /// What another place holds is given.
+    Swap,
+    /// Half of it is given, and the connection is cut.
+    Truncate,
+    /// It is given late.
+    Delay,
+}
+
+#[derive(Debug, Default)]
+struct Orders {
+    mischief: Mischief,
+    replies: u64,
+}
 
 #[derive(Debug, Default)]
 struct Shared {
     open: Mutex<Vec<TcpStream>>,
     refusing: AtomicBool,
     accepted: AtomicU64,
-    spoiling: AtomicU64,
+    orders: Mutex<Orders>,
+    recording: AtomicBool,
+    /// The two latest writes to each place.
+    written: Mutex<HashMap<Extent, Vec<Vec<u8>>>>,
 }
 
 /// A forwarding proxy; its threads end with the process.
@@ -62,12 +94,29 @@ impl Proxy {
 
     /// Flips a bit in the pages of that many replies to come.
     pub fn spoil(&self, replies: u64) {
-        self.shared.spoiling.store(replies, Ordering::Relaxed);
+        self.meddle(Mischief::Flip, replies);
     }
 
-    /// Replies that are still to be spoiled.
+    /// Does this to that many replies to come.
+    pub fn meddle(&self, mischief: Mischief, replies: u64) {
+        *lock(&self.shared.orders) = Orders { mischief, replies };
+    }
+
+    /// Replies that it is still to be done to.
     pub fn to_spoil(&self) -> u64 {
-        self.shared.spoiling.load(Ordering::Relaxed)
+        lock(&self.shared.orders).replies
+    }
+
+    /// Remembers from now on what is written, to be replayed, swapped and looked into.
+    pub fn record(&self) {
+        self.shared.recording.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether anything that was written since contains these bytes, at a multiple of their length.
+    pub fn has_carried(&self, bytes: &[u8]) -> bool {
+        let written = lock(&self.shared.written);
+        let contains = |page: &Vec<u8>| page.chunks_exact(bytes.len()).any(|part| part == bytes);
+        written.values().flatten().any(contains)
     }
 
     /// Connections accepted so far.
@@ -88,103 +137,191 @@ fn accept(client: TcpStream, target: &str, shared: &Arc<Shared>) {
         return;
     };
     shared.accepted.fetch_add(1, Ordering::Relaxed);
-    let ways = [
-        (&client, &server, Stage::Other),
-        (&server, &client, Stage::Welcome),
-    ];
-    for (from, to, stage) in ways {
+    let asked = Arc::<Mutex<VecDeque<Asked>>>::default();
+    for (from, to, way) in [
+        (&client, &server, Way::Requests),
+        (&server, &client, Way::Replies),
+    ] {
         let (Ok(from), Ok(to)) = (from.try_clone(), to.try_clone()) else {
             return;
         };
-        let spoiler = Spoiler::new(Arc::clone(shared), stage);
-        std::thread::spawn(move || forward(from, to, spoiler));
+        let (shared, asked) = (Arc::clone(shared), Arc::clone(&asked));
+        std::thread::spawn(move || forward(from, to, way, &shared, &asked));
     }
     lock(&shared.open).extend([client, server]);
 }
 
-fn forward(mut from: TcpStream, mut to: TcpStream, mut spoiler: Spoiler) {
-    // Latency is part of what is tested through the proxy.
-    let _ = to.set_nodelay(true);
-    let mut buffer = vec![0; 64 * 1024];
-    while let Ok(read) = from.read(&mut buffer) {
-        spoiler.pass(&mut buffer[..read]);
-        if read == 0 || to.write_all(&buffer[..read]).is_err() {
-            break;
+/// A request on its way, in the order in which they are answered.
+struct Asked {
+    op: Op,
+    extents: Vec<Extent>,
+}
+
+/// What a direction carries.
+#[derive(Clone, Copy)]
+enum Way {
+    Requests,
+    Replies,
+}
+
+impl Way {
+    /// Bytes before the first frame.
+    fn opening_bytes(self) -> usize {
+        match self {
+            Self::Requests => HELLO_BYTES,
+            Self::Replies => WELCOME_BYTES,
         }
     }
+}
+
+fn forward(
+    mut from: TcpStream,
+    mut to: TcpStream,
+    way: Way,
+    shared: &Shared,
+    asked: &Mutex<VecDeque<Asked>>,
+) {
+    // Latency is part of what is tested through the proxy.
+    let _ = to.set_nodelay(true);
+    // However it ends, the connection is shut.
+    let _ = carry_all(&mut from, &mut to, way, shared, asked);
     let _ = to.shutdown(Shutdown::Both);
     let _ = from.shutdown(Shutdown::Both);
 }
 
-/// Follows the frames of a server's data connection, to change what is in pages and nothing else.
-struct Spoiler {
-    shared: Arc<Shared>,
-    /// The frame's header so far.
-    header: Vec<u8>,
-    /// Bytes of the payload still to come.
-    payload: usize,
-    stage: Stage,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Welcome,
-    Replies,
-    /// No data connection's replies: TLS, or the other direction.
-    Other,
-}
-
-impl Spoiler {
-    fn new(shared: Arc<Shared>, stage: Stage) -> Self {
-        Self {
-            shared,
-            header: Vec::new(),
-            payload: 0,
-            stage,
+fn carry_all(
+    from: &mut TcpStream,
+    to: &mut TcpStream,
+    way: Way,
+    shared: &Shared,
+    asked: &Mutex<VecDeque<Asked>>,
+) -> Result<()> {
+    if !carry_opening(from, to)? {
+        return Ok(());
+    }
+    let mut rest = vec![0; way.opening_bytes() - MAGIC.len()];
+    from.read_exact(&mut rest)?;
+    to.write_all(&rest)?;
+    loop {
+        match way {
+            Way::Requests => carry_request(from, to, shared, asked)?,
+            Way::Replies => carry_reply(from, to, shared, asked)?,
         }
     }
+}
 
-    fn pass(&mut self, mut bytes: &mut [u8]) {
-        while !bytes.is_empty() && self.stage != Stage::Other {
-            if self.payload > 0 {
-                let here = self.payload.min(bytes.len());
-                bytes = &mut bytes[here..];
-                self.payload -= here;
-                continue;
-            }
-            let here = (REPLY_BYTES - self.header.len()).min(bytes.len());
-            self.header.extend_from_slice(&bytes[..here]);
-            bytes = &mut bytes[here..];
-            if self.header.len() < REPLY_BYTES {
-                continue;
-            }
-            let header = std::mem::take(&mut self.header);
-            match self.stage {
-                // A welcome is as long as a reply's header.
-                Stage::Welcome if header.starts_with(&MAGIC) => self.stage = Stage::Replies,
-                Stage::Replies => {
-                    let length = [header[4], header[5], header[6], header[7]];
-                    self.payload = u32::from_le_bytes(length) as usize;
-                    if let Some(first) = bytes.first_mut().filter(|_| self.payload > 0) {
-                        self.spoil(first);
-                    }
-                }
-                _ => self.stage = Stage::Other,
-            }
+/// Whether this is a data connection; what is none is carried over to its end.
+fn carry_opening(from: &mut TcpStream, to: &mut TcpStream) -> Result<bool> {
+    let mut seen = [0; MAGIC.len()];
+    let mut length = 0;
+    while length < seen.len() {
+        let read = from.read(&mut seen[length..])?;
+        to.write_all(&seen[length..length + read])?;
+        length += read;
+        if read == 0 || seen[..length] != MAGIC[..length] {
+            std::io::copy(from, to)?;
+            return Ok(false);
         }
     }
+    Ok(true)
+}
 
-    fn spoil(&self, byte: &mut u8) {
-        let left = |left: u64| left.checked_sub(1);
-        let order = Ordering::Relaxed;
-        if self
-            .shared
-            .spoiling
-            .fetch_update(order, order, left)
-            .is_ok()
-        {
-            *byte ^= 0x10;
+fn carry_request(
+    from: &mut TcpStream,
+    to: &mut TcpStream,
+    shared: &Shared,
+    asked: &Mutex<VecDeque<Asked>>,
+) -> Result<()> {
+    let mut head = [0; REQUEST_BYTES];
+    from.read_exact(&mut head)?;
+    let header = data::decode_request(&head)?;
+    let mut frame = head.to_vec();
+    let mut extents = Vec::new();
+    for _ in 0..header.extents {
+        let mut extent = [0; EXTENT_BYTES];
+        from.read_exact(&mut extent)?;
+        frame.extend_from_slice(&extent);
+        extents.push(data::decode_extent(&extent));
+    }
+    let mut payload = vec![0; header.payload_bytes as usize];
+    from.read_exact(&mut payload)?;
+    if header.op == Op::Write && shared.recording.load(Ordering::Relaxed) {
+        record(shared, &extents, &payload);
+    }
+    let op = header.op;
+    lock(asked).push_back(Asked { op, extents });
+    to.write_all(&frame)?;
+    Ok(to.write_all(&payload)?)
+}
+
+fn record(shared: &Shared, extents: &[Extent], mut payload: &[u8]) {
+    let mut written = lock(&shared.written);
+    for extent in extents {
+        let (bytes, rest) = payload.split_at(extent.length as usize);
+        let versions = written.entry(*extent).or_default();
+        versions.push(bytes.to_vec());
+        // The latest, and what it replaced.
+        if versions.len() > 2 {
+            versions.remove(0);
         }
+        payload = rest;
+    }
+}
+
+fn carry_reply(
+    from: &mut TcpStream,
+    to: &mut TcpStream,
+    shared: &Shared,
+    asked: &Mutex<VecDeque<Asked>>,
+) -> Result<()> {
+    let mut head = [0; REPLY_BYTES];
+    from.read_exact(&mut head)?;
+    let header = data::decode_reply(&head)?;
+    let mut payload = vec![0; header.payload_bytes as usize];
+    from.read_exact(&mut payload)?;
+    let request = lock(asked).pop_front().context("an answer to nothing")?;
+    if request.op == Op::Read && !payload.is_empty() {
+        match shared.meddle(&request.extents, &mut payload) {
+            Some(Mischief::Truncate) => {
+                to.write_all(&head)?;
+                to.write_all(&payload[..payload.len() / 2])?;
+                bail!("cut short");
+            }
+            Some(Mischief::Delay) => std::thread::sleep(DELAY),
+            Some(Mischief::Flip | Mischief::Replay | Mischief::Swap) | None => {}
+        }
+    }
+    to.write_all(&head)?;
+    Ok(to.write_all(&payload)?)
+}
+
+impl Shared {
+    /// Does to a reply what is to be done to replies, if anything can be; what was done.
+    fn meddle(&self, extents: &[Extent], payload: &mut [u8]) -> Option<Mischief> {
+        let mut orders = lock(&self.orders);
+        if orders.replies == 0 {
+            return None;
+        }
+        let written = lock(&self.written);
+        let [extent] = extents else { return None };
+        match orders.mischief {
+            Mischief::Flip => payload[0] ^= 0x10,
+            Mischief::Replay => {
+                let versions = written.get(extent)?;
+                let [earlier, _] = versions.as_slice() else {
+                    return None;
+                };
+                payload.copy_from_slice(earlier);
+            }
+            Mischief::Swap => {
+                let like = |other: &&Extent| *other != extent && other.length == extent.length;
+                let other = written.keys().find(like)?;
+                payload.copy_from_slice(written[other].last()?);
+            }
+            Mischief::Truncate | Mischief::Delay => {}
+        }
+        orders.replies -= 1;
+        Some(orders.mischief)
     }
 }
 

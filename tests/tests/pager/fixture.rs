@@ -16,6 +16,7 @@ use outram_wire::control::{
     CONTROL_VERSION, Envelope, Phase, Reply, Request, Status, read_frame, write_frame,
 };
 use outram_wire::pki::{self, Kind, Order};
+use outram_wire::seal::Seal;
 use outram_wire::units::Limit;
 use serde_json::{Value, json};
 
@@ -166,6 +167,8 @@ pub(crate) struct Wish<'a> {
     pub(crate) servers: &'a [&'a str],
     /// Whether its RAM has huge pages, and then, whether all of them are populated at the start.
     pub(crate) huge: Option<bool>,
+    /// Whether its pages are sealed.
+    pub(crate) seal: Seal,
 }
 
 impl Default for Wish<'_> {
@@ -177,6 +180,7 @@ impl Default for Wish<'_> {
             hot_plug_mib: 0,
             servers: &[],
             huge: None,
+            seal: Seal::On,
         }
     }
 }
@@ -252,6 +256,7 @@ fn spawn_backend(
     let most = (ram_mib + wish.hot_plug_mib) << 20;
     arguments.extend(["--max-ram".to_owned(), most.to_string()]);
     arguments.extend(["--page-size".to_owned(), page_size.to_owned()]);
+    arguments.extend(["--seal".to_owned(), wish.seal.to_string()]);
     for server in wish.servers {
         arguments.extend(["--server".to_owned(), (*server).to_owned()]);
     }

@@ -1,13 +1,15 @@
 //! Memory servers that stop, vanish, forget, lie, or want their memory back.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
-use outram_tests::hermetic::proxy::Proxy;
+use outram_tests::hermetic::proxy::{Mischief, Proxy};
 use outram_wire::control::{Phase, Status};
+use outram_wire::seal::Seal;
 use serde_json::json;
 
 use crate::fixture::{Guest, LONG, Lab, PAGE, SLAB, Wish, demand_sound, halt};
@@ -20,6 +22,11 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("several_regions_over_several_servers", several),
     ("a_server_that_wants_its_memory_back", vacate),
     ("changed_bytes_are_never_believed", lies),
+    (
+        "replayed_swapped_and_cut_pages_are_never_believed",
+        mischief,
+    ),
+    ("nothing_of_the_guest_shows_outside", secrecy),
 ];
 
 /// Written and mostly evicted by every test here.
@@ -37,6 +44,9 @@ fn filled(lab: &Lab, servers: &[&str]) -> Result<Guest> {
     guest.settle()?;
     Ok(guest)
 }
+
+/// In which a page arrives that can.
+const SHORT: Duration = Duration::from_secs(3);
 
 /// All sorts of access to all that is filled.
 fn load(guest: &mut Guest, seconds: f64) -> Result<Vec<u64>> {
@@ -222,6 +232,7 @@ fn lies(lab: &Lab) -> Result<()> {
     ensure!(proxy.to_spoil() == 0, "nothing was changed");
     let counters = guest.status()?.counters;
     ensure!(counters.integrity_failures == 0, "{counters:?}");
+    ensure!(counters.refused_reads == 1, "{counters:?}");
     proxy.spoil(u64::MAX);
     let waiting = [
         guest.send(1, "verify", json!({"page": pages[1], "pages": 1}))?,
@@ -233,4 +244,158 @@ fn lies(lab: &Lab) -> Result<()> {
     proxy.spoil(0);
     demand_stopped(&mut guest, &waiting, 2)?;
     guest.kill(&[&server])
+}
+
+/// What another place holds, or held before, is refused and read again; always is a page that is
+/// never given. What comes late, or not whole, is only waited for. Sealed or not.
+fn mischief(lab: &Lab) -> Result<()> {
+    for seal in [Seal::On, Seal::Off] {
+        let server = lab.server()?;
+        let proxy = Proxy::start(&lab.address(), &server.address)?;
+        proxy.record();
+        let wish = Wish {
+            servers: &[&proxy.address],
+            seal,
+            ..Wish::default()
+        };
+        let mut guest = Guest::start(lab, &wish)?;
+        // Twice, so that most places have held something before.
+        for _ in 0..2 {
+            guest.fill(0, FILLED)?;
+            guest.settle()?;
+        }
+        let mut refused = 0;
+        for (mischief, is_refused) in [
+            (Mischief::Replay, true),
+            (Mischief::Swap, true),
+            (Mischief::Truncate, false),
+            (Mischief::Delay, false),
+        ] {
+            once(&mut guest, &proxy, mischief)?;
+            refused += u64::from(is_refused);
+            let counters = guest.status()?.counters;
+            ensure!(
+                counters.refused_reads == refused && counters.integrity_failures == 0,
+                "seal {seal}, {mischief:?}: {counters:?}"
+            );
+        }
+        let pages = lost_pages(&mut guest, 40)?;
+        let (some, others) = pages.split_at(20);
+        let replayed = forever(&mut guest, &proxy, Mischief::Replay, 1, some)?;
+        let swapped = forever(&mut guest, &proxy, Mischief::Swap, 2, others)?;
+        demand_stopped(&mut guest, &[replayed, swapped], 2)?;
+        guest.kill(&[&server])?;
+    }
+    Ok(())
+}
+
+/// Does something to one reply, and reads pages until it was done.
+fn once(guest: &mut Guest, proxy: &Proxy, mischief: Mischief) -> Result<()> {
+    let pages = lost_pages(guest, 20)?;
+    proxy.meddle(mischief, 1);
+    for page in pages {
+        guest.verify(page, 1)?;
+        if proxy.to_spoil() == 0 {
+            return Ok(());
+        }
+    }
+    bail!("{mischief:?} could not be done to any of many pages")
+}
+
+/// Does something to all replies until one of the pages is lost to it; the access that waits for it.
+fn forever(
+    guest: &mut Guest,
+    proxy: &Proxy,
+    mischief: Mischief,
+    vcpu: usize,
+    pages: &[u64],
+) -> Result<u64> {
+    let before = guest.status()?.counters.integrity_failures;
+    for page in pages {
+        proxy.meddle(mischief, u64::MAX);
+        let reading = guest.send(vcpu, "verify", json!({"page": page, "pages": 1}))?;
+        let ended = guest.vmm.wait(reading, SHORT);
+        proxy.meddle(mischief, 0);
+        match ended {
+            // Nothing could be done to this page.
+            Ok(answer) => demand_sound(&answer)?,
+            Err(_) => {
+                guest.wait_status("the mischief to be counted", |status| {
+                    status.counters.integrity_failures == before + 1
+                })?;
+                return Ok(reading);
+            }
+        }
+    }
+    bail!("{mischief:?} could not be done to any of many pages")
+}
+
+/// A secret that the guest keeps in memory is on no wire and in no server's memory, sealed.
+fn secrecy(lab: &Lab) -> Result<()> {
+    const SECRET: &[u8] = b"what the guest keeps to itself: ";
+    for seal in [Seal::On, Seal::Off] {
+        let server = lab.server()?;
+        let proxy = Proxy::start(&lab.address(), &server.address)?;
+        proxy.record();
+        let wish = Wish {
+            servers: &[&proxy.address],
+            seal,
+            ..Wish::default()
+        };
+        let mut guest = Guest::start(lab, &wish)?;
+        let hex: String = SECRET.iter().map(|byte| format!("{byte:02x}")).collect();
+        let text = hex.repeat(PAGE as usize / SECRET.len());
+        let kept = FILLED + 100;
+        for page in kept..kept + 16 {
+            guest.command(0, "poke", json!({"address": page * PAGE, "bytes": text}))?;
+        }
+        guest.fill(0, FILLED)?;
+        guest.settle()?;
+        ensure!(guest.present(kept, 16)? == 0, "the secret has not left");
+        // The server got it if it shows without the seal: the search finds what is there.
+        let expected = seal == Seal::Off;
+        ensure!(
+            proxy.has_carried(SECRET) == expected,
+            "on the wire, seal {seal}"
+        );
+        let held = process_holds(server.pid(), SECRET)?;
+        ensure!(held == expected, "in the server's memory, seal {seal}");
+        for page in kept..kept + 16 {
+            let seen = json!({"address": page * PAGE, "length": PAGE});
+            let seen = guest.command(0, "peek", seen)?;
+            ensure!(seen["bytes"] == text, "page {page} came back wrong");
+        }
+        guest.verify(0, FILLED)?;
+        guest.end(&[&server])?;
+    }
+    Ok(())
+}
+
+/// Whether a process has these bytes anywhere in the memory that it can write to.
+fn process_holds(pid: u32, bytes: &[u8]) -> Result<bool> {
+    let memory = fs::File::open(format!("/proc/{pid}/mem"))?;
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    for line in maps.lines().filter(|line| line.contains(" rw")) {
+        let range = line.split_whitespace().next().context("a range")?;
+        let (start, end) = range.split_once('-').context("two addresses")?;
+        let (start, end) = (
+            u64::from_str_radix(start, 16)?,
+            u64::from_str_radix(end, 16)?,
+        );
+        for address in (start..end).step_by(1 << 20) {
+            let mut part = vec![0; (end - address).min(1 << 20) as usize];
+            // What cannot be read holds nothing of ours.
+            let Ok(read) = memory.read_at(&mut part, address) else {
+                continue;
+            };
+            // It was stored again and again from a page's start on.
+            if part[..read]
+                .chunks_exact(bytes.len())
+                .any(|part| part == bytes)
+            {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
 }
