@@ -39,6 +39,44 @@ log_filters = "3:*"
 log_outputs = "1:file:/var/log/libvirt/libvirtd.log"
 "#;
 
+/// Set to `kvm`, it has guests run on KVM instead of being emulated.
+pub const ACCELERATION: &str = "OUTRAM_TEST_ACCELERATION";
+
+/// What runs the guests' instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Acceleration {
+    /// QEMU itself: the same everywhere.
+    Emulated,
+    /// The kernel. `/dev/kvm` must be there and open to QEMU's user.
+    Kvm,
+}
+
+impl Acceleration {
+    /// What the environment asks for, for all machines and guests of a sandbox. [`Host::start`] has
+    /// seen to it that it is a word known here.
+    pub fn wanted() -> Self {
+        match std::env::var(ACCELERATION).as_deref() {
+            Ok("kvm") => Self::Kvm,
+            _ => Self::Emulated,
+        }
+    }
+
+    fn check() -> Result<()> {
+        match std::env::var(ACCELERATION).as_deref() {
+            Err(_) | Ok("kvm") => Ok(()),
+            Ok(other) => bail!("{ACCELERATION} is 'kvm' or not set, not '{other}'"),
+        }
+    }
+
+    /// libvirt's word for it.
+    pub fn domain_type(self) -> &'static str {
+        match self {
+            Self::Emulated => "qemu",
+            Self::Kvm => "kvm",
+        }
+    }
+}
+
 /// A private machine with libvirt running on it.
 #[derive(Debug)]
 pub struct Host {
@@ -63,6 +101,7 @@ impl Host {
     }
 
     fn start_with(images: &Path, libvirtd_conf: &str) -> Result<Self> {
+        Acceleration::check()?;
         let host = Self {
             programs: programs()?,
             daemons: Mutex::new(Vec::new()),
@@ -243,7 +282,9 @@ fn hide_the_machine() -> Result<()> {
     run("ip", &["link", "set", "lo", "up"])?;
     run("mount", &["-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run"])?;
     show_own_sysfs()?;
-    hide_kvm()?;
+    if Acceleration::wanted() == Acceleration::Emulated {
+        hide_kvm()?;
+    }
     fs::create_dir_all("/run/lock")?;
     run("cp", &["-aT", "/etc", "/run/etc"])?;
     run("mount", &["--bind", "/run/etc", "/etc"])?;
@@ -259,9 +300,10 @@ fn hide_the_machine() -> Result<()> {
     Ok(())
 }
 
-/// Guests are emulated, so that tests are the same everywhere. Where `/dev/kvm` exists but QEMU's user
-/// may not open it, libvirt 9.0 would examine QEMU anew at every step, for seconds: so there is a
-/// /dev without it. (A mount over the node would not do: libvirt carries mounts below /dev along.)
+/// Guests are emulated, so that tests are the same everywhere, unless KVM is asked for. Where `/dev/kvm`
+/// exists but QEMU's user may not open it, libvirt 9.0 would examine QEMU anew at every step, for
+/// seconds: so there is a /dev without it. (A mount over the node would not do: libvirt carries mounts
+/// below /dev along.)
 fn hide_kvm() -> Result<()> {
     if !Path::new("/dev/kvm").exists() {
         return Ok(());

@@ -44,11 +44,15 @@ impl Lab {
     }
 }
 
-fn target() -> PathBuf {
+/// The top of the source tree.
+pub(crate) fn top() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .unwrap_or(Path::new("."))
-        .join("target")
+}
+
+fn target() -> PathBuf {
+    top().join("target")
 }
 
 /// Where `images/build.sh` puts the guest.
@@ -57,7 +61,7 @@ pub(crate) fn images() -> PathBuf {
 }
 
 /// Where logs of failed tests are kept.
-fn logs() -> PathBuf {
+pub(crate) fn logs() -> PathBuf {
     target().join("e2e-logs")
 }
 
@@ -80,6 +84,19 @@ pub(crate) const HALF: [&str; 2] = ["--local-ratio", "0.5"];
 
 /// RAM of an ordinary guest: the smallest whose kernel leaves 80 per cent to the checker.
 pub(crate) const RAM_MIB: u64 = 512;
+
+/// Names another size in MiB for guests that can do with less, where every fault takes long.
+pub(crate) const RAM_VARIABLE: &str = "OUTRAM_TEST_RAM_MIB";
+
+/// RAM of a guest that need not leave as much to the checker.
+pub(crate) fn ram_mib() -> Result<u64> {
+    match std::env::var(RAM_VARIABLE) {
+        Err(_) => Ok(RAM_MIB),
+        Ok(mib) => mib
+            .parse()
+            .with_context(|| format!("{RAM_VARIABLE}={mib} is no number of MiB")),
+    }
+}
 
 /// Long enough for anything that works at all on a loaded machine.
 pub(crate) const LONG: Duration = Duration::from_secs(180);

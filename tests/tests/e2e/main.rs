@@ -32,6 +32,7 @@ mod snapshots;
 mod start_paths;
 mod strangers;
 mod tune;
+mod under_kvm;
 
 use std::process::ExitCode;
 
@@ -70,6 +71,7 @@ fn main() -> ExitCode {
         snapshots::TESTS,
         migration::TESTS,
         migration_fails::TESTS,
+        under_kvm::TESTS,
         outage::TESTS,
         strangers::TESTS,
     ];

@@ -10,8 +10,8 @@ use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::virsh;
 
 use crate::Test;
-use crate::fixture::{HALF, LONG, Lab, RAM_MIB, wait_slabs};
-use crate::migration::{ENDS, Pair};
+use crate::fixture::{HALF, LONG, Lab, ram_mib, wait_slabs};
+use crate::migration::{Pair, ends};
 use crate::save::{at_work, verify, verify_at_work};
 
 pub(crate) const TESTS: &[Test] = &[
@@ -33,7 +33,7 @@ struct Moving<'a> {
 
 impl<'a> Moving<'a> {
     fn start(lab: &Lab, pair: &'a Pair, name: &str) -> Result<Self> {
-        let here = lab.attach(Spec::new(name, RAM_MIB), &HALF, &pair.server.address)?;
+        let here = lab.attach(Spec::new(name, ram_mib()?), &HALF, &pair.server.address)?;
         let there = pair.there(&here);
         let console = at_work(&here)?;
         let reserved_bytes = reserved(pair)?;
@@ -136,7 +136,7 @@ fn fails(lab: &Lab) -> Result<()> {
     // After all that, under another name, it goes.
     let renamed = ["--auto-converge", "--parallel", "--dname", "renamed"];
     let there = &moving.there;
-    pair.move_there(&moving.here, there, &[&renamed[..], &ENDS].concat())?;
+    pair.move_there(&moving.here, there, &[&renamed[..], &ends()].concat())?;
     let name = there.place.virsh_ok(&["domname", &there.uuid])?;
     ensure!(name.trim() == "renamed", "{name}");
     let outram = lab.host.program("outram")?;

@@ -1,0 +1,78 @@
+//! What only KVM can show, in the lab guest: an emulated machine that has it (see
+//! `outram_tests::lab_guest`). There this program runs one of its tests again, with guests of
+//! `<domain type='kvm'>`: their faults then come through nested page tables and from the kernel, and
+//! the kernel notes what they store while they are moved.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use outram_tests::hermetic::host::ACCELERATION;
+use outram_tests::hermetic::suite::Skipped;
+use outram_tests::lab_guest::{self, Boot, LabGuest};
+
+use crate::Test;
+use crate::fixture::{RAM_VARIABLE, logs, top};
+
+pub(crate) const TESTS: &[Test] = &[("live_migration_under_kvm", |_| {
+    again_under_kvm("live_migration_there_and_back_keeps_every_page")
+})];
+
+/// Memory for the guest within, twice while it moves, what it has at the memory server, programs.
+const GUEST: LabGuest = LabGuest {
+    boot: Boot::Plain,
+    memory_mib: 3072,
+    vcpus: 2,
+};
+
+/// RAM of a guest within: a fault costs it a millisecond and more.
+const RAM_MIB: u64 = 160;
+
+/// How long the lab guest may take: some five minutes where nothing else runs.
+const LIMIT: Duration = Duration::from_secs(2400);
+
+/// Said where the emulated processor cannot run guests.
+const NO_SVM: &str = "this QEMU does not emulate SVM";
+
+fn again_under_kvm(test: &str) -> Result<()> {
+    let images = lab_guest::build(top())?;
+    // Private to the sandbox: gone with it, however that ends.
+    let share = tempfile::tempdir_in("/run")?;
+    let program = std::env::current_exe().context("this program's own path")?;
+    let script = script(&program.display().to_string(), test);
+    fs::write(share.path().join("lab"), script)?;
+    let said = GUEST.run(&images, share.path(), LIMIT);
+    let inner = share.path().join(test);
+    if inner.is_dir() {
+        let to = logs().join(format!("{test}-under-kvm"));
+        let copied = std::process::Command::new("cp")
+            .arg("-rT")
+            .args([&inner, &to])
+            .status()?;
+        ensure!(copied.success(), "keeping the logs in {}", to.display());
+    }
+    let said = said?;
+    if said.contains(NO_SVM) {
+        bail!(Skipped(NO_SVM.into()));
+    }
+    // Neither left out nor skipped in there.
+    ensure!(said.contains("1 passed; 0 failed"), "{said}");
+    Ok(())
+}
+
+/// Its lines are indented, so that nobody takes them for those of the suite outside.
+fn script(program: &str, test: &str) -> String {
+    format!(
+        "grep -qw svm /proc/cpuinfo || {{ echo '{NO_SVM}'; exit 0; }}
+set -o pipefail
+cd '{top}/tests'
+export {ACCELERATION}=kvm {RAM_VARIABLE}={RAM_MIB}
+'{program}' --color never --exact {test} 2>&1 | sed 's/^/  /'
+status=$?
+[ $status = 0 ] || cp -r ../target/e2e-logs/{test} /share/
+sed -n 's/^migration.*/  &/p' ../target/e2e-times | tail -1
+exit $status
+",
+        top = top().display(),
+    )
+}
