@@ -1,7 +1,7 @@
 //! The private machine: mounts that hide the real one's state, and Debian's own daemons on top.
 
 use std::fs::{self, File};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
@@ -17,6 +17,9 @@ use super::neighbour::FIRST_ADDRESS;
 
 /// Where guests' kernel and initramfs lie, readable by QEMU's user.
 pub const IMAGES: &str = "/var/lib/libvirt/images";
+
+/// QEMU for guests whose RAM has an odd size.
+pub const ODD_RAM_EMULATOR: &str = "/var/lib/libvirt/images/odd-ram-qemu";
 
 /// Where each guest's backend keeps its run directory.
 pub const RUN: &str = "/run/outram";
@@ -369,5 +372,7 @@ fn copy_images(from: &Path) -> Result<()> {
             format!("{} is missing: run images/build.sh first", source.display())
         })?;
     }
+    fs::write(ODD_RAM_EMULATOR, include_str!("odd-ram-qemu"))?;
+    fs::set_permissions(ODD_RAM_EMULATOR, fs::Permissions::from_mode(0o755))?;
     Ok(())
 }

@@ -33,7 +33,9 @@ struct Moving<'a> {
 
 impl<'a> Moving<'a> {
     fn start(lab: &Lab, pair: &'a Pair, name: &str) -> Result<Self> {
-        let here = lab.attach(Spec::new(name, ram_mib()?), &HALF, &pair.server.address)?;
+        let mut spec = Spec::new(name, ram_mib()?);
+        spec.runs_while_taken = true;
+        let here = lab.attach(spec, &HALF, &pair.server.address)?;
         let there = pair.there(&here);
         let console = at_work(&here)?;
         let reserved_bytes = reserved(pair)?;
@@ -121,8 +123,9 @@ fn fails(lab: &Lab) -> Result<()> {
     ensure!(refused.said().contains("client.pem"), "{}", refused.said());
     moving.stays().context("without a certificate there")?;
 
-    // Post-copy needs a userfaultfd of QEMU's own over the same memory.
-    let refused = moving.refused(&["--postcopy", "--timeout", "1", "--timeout-postcopy"])?;
+    // Post-copy needs a userfaultfd of QEMU's own over the same memory. Refused at once: were virsh's
+    // timer to end meanwhile, virsh would forget the error.
+    let refused = moving.refused(&["--postcopy", "--timeout", "60", "--timeout-postcopy"])?;
     ensure!(
         refused.said().contains("Postcopy is not supported"),
         "{}",

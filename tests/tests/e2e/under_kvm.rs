@@ -25,16 +25,24 @@ const GUEST: LabGuest = LabGuest {
     vcpus: 2,
 };
 
-/// RAM of a guest within: a fault costs it a millisecond and more.
-const RAM_MIB: u64 = 160;
+/// RAM of a guest within, where a fault costs a millisecond and more. One of 160 MiB, 80 of them local,
+/// had not booted after six minutes.
+const RAM_MIB: u64 = 256;
 
-/// How long the lab guest may take: some five minutes where nothing else runs.
+/// How long the lab guest may take: thirteen minutes were seen on a busy machine.
 const LIMIT: Duration = Duration::from_secs(2400);
 
 /// Said where the emulated processor cannot run guests.
 const NO_SVM: &str = "this QEMU does not emulate SVM";
 
+/// Asks for these tests.
+const WANTED: &str = "OUTRAM_TEST_UNDER_KVM";
+
 fn again_under_kvm(test: &str) -> Result<()> {
+    if std::env::var_os(WANTED).is_none_or(|value| value != "1") {
+        let reason = format!("it takes a quarter of an hour: ask for it with {WANTED}=1");
+        bail!(Skipped(reason));
+    }
     let images = lab_guest::build(top())?;
     // Private to the sandbox: gone with it, however that ends.
     let share = tempfile::tempdir_in("/run")?;
