@@ -22,7 +22,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
 /// Written and mostly evicted by every test here.
 const FILLED: u64 = 14_000;
 
-/// Kills under load. Each costs some 0.2 s.
+/// Kills under load. Each costs some 0.3 to 0.5 s.
 const KILLS: u64 = 40;
 
 /// Instants to kill at, in milliseconds: spread, and the same in every run.

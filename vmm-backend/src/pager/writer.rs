@@ -253,10 +253,10 @@ impl Writer {
             self.take_back(batch);
             return false;
         }
-        if self.conns[batch.server].is_none() {
+        let Some(conn) = &mut self.conns[batch.server] else {
             self.take_back(batch);
             return false;
-        }
+        };
         let size = self.shared.page_size;
         let orders = batch.orders.iter().map(|(order, _)| order);
         let staged = orders.map(|order| self.staging.page(order.page.staging.slot));
@@ -268,10 +268,6 @@ impl Writer {
             false => staged.collect(),
         };
         let id = self.next_batch;
-        let Some(conn) = &mut self.conns[batch.server] else {
-            self.take_back(batch);
-            return false;
-        };
         match conn.submit_write(id, &extents, &pages) {
             Ok(()) => {
                 self.next_batch += 1;

@@ -108,12 +108,7 @@ impl Session {
         reserve_bytes: u64,
         events: Sender<SessionEvent>,
     ) -> Result<Session, RemoteError> {
-        let purpose = Purpose::Guest {
-            vm: config.vm,
-            secret: config.secret,
-            arrives: config.arrives,
-        };
-        Self::open(server, config, purpose, reserve_bytes, events)
+        Self::open(server, config, of_guest(config), reserve_bytes, events)
     }
 
     /// Takes over the session of a process that died, which had the same secret. Does not wait for the
@@ -125,12 +120,7 @@ impl Session {
         former: Former,
         events: Sender<SessionEvent>,
     ) -> Result<Session, RemoteError> {
-        let purpose = Purpose::Guest {
-            vm: config.vm,
-            secret: config.secret,
-            arrives: config.arrives,
-        };
-        let waker = waker()?;
+        let (purpose, waker) = (of_guest(config), waker()?);
         let keeper = Keeper::resume_later(server, config, purpose, former, events, waker)?;
         Self::keep(server, config, keeper)
     }
@@ -256,6 +246,15 @@ impl Session {
             }
             Err(crossbeam_channel::RecvTimeoutError::Disconnected) => closed(),
         }
+    }
+}
+
+/// What a guest's session is opened or resumed for.
+fn of_guest(config: &RemoteConfig) -> Purpose {
+    Purpose::Guest {
+        vm: config.vm,
+        secret: config.secret,
+        arrives: config.arrives,
     }
 }
 
