@@ -101,6 +101,16 @@ impl BackendControl {
         self.command(Request::Tune(limit))
     }
 
+    /// Has the backend's process replaced by one of the program that is installed now. That it has
+    /// been asked is all that an answer tells.
+    pub fn restart(&self) -> Result<(), ControlError> {
+        match self.command(Request::Restart) {
+            // It ended before we had read all of its answer.
+            Err(ControlError::Closed(_)) => Ok(()),
+            other => other,
+        }
+    }
+
     /// Ends the backend; refused while a guest's memory depends on it.
     pub fn stop(&self) -> Result<(), ControlError> {
         self.command(Request::Stop)

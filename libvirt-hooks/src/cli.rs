@@ -13,6 +13,7 @@ mod output;
 pub mod pki;
 mod progress;
 pub mod report;
+pub mod restart;
 pub mod setup;
 pub mod status;
 mod table;
@@ -76,6 +77,11 @@ pub enum Command {
     ///
     /// Growing takes effect at once; shrinking moves pages away in the background.
     Tune(tune::TuneArguments),
+    /// Replace the backend of a running domain by the program that is installed now
+    ///
+    /// The guest runs on; where it needs memory from elsewhere it waits for a moment. A backend of
+    /// which all was killed is started again. Packages do so for all domains when they are upgraded.
+    Restart(restart::RestartArguments),
     /// Show where the memory of domains is
     ///
     /// Asks each backend, never libvirt's monitor, so it works while a guest stands still.
@@ -149,6 +155,7 @@ pub fn run(arguments: &Arguments) -> Result<bool> {
         Command::Attach(attach) => attach.run(uri, &paths),
         Command::Detach(detach) => detach.run(uri, &paths),
         Command::Tune(tune) => tune.run(uri, &paths),
+        Command::Restart(restart) => restart.run(uri, &paths),
         Command::Status(status) => status.run(uri, &paths),
         Command::Top(top) => top.run(&paths),
         Command::Disk(disk) => disk.run(uri, &paths),

@@ -26,6 +26,14 @@ pub(crate) fn spawn(command: &mut Command, log: File) -> io::Result<Child> {
     command.spawn()
 }
 
+/// Kills a command started here, with all that it has started in its session's first process group.
+pub(crate) fn kill_session(child: &Child) {
+    // Best effort: they may have ended by themselves.
+    if let Some(pid) = rustix::process::Pid::from_raw(child.id() as i32) {
+        let _ = rustix::process::kill_process_group(pid, rustix::process::Signal::KILL);
+    }
+}
+
 fn leave_parent() -> io::Result<()> {
     // SAFETY: setsid takes no arguments and changes the calling process alone.
     if unsafe { libc::setsid() } < 0 {

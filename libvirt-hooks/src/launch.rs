@@ -1,7 +1,7 @@
 //! Starting the backend of one guest, and waiting until it is ready or says why not.
 //!
-//! With systemd the backend is a unit ([`crate::backend_unit`]); without, a detached child.
-//! Either way it does not end with libvirtd, and the OOM killer leaves it alone: a guest's memory
+//! With systemd the backend is a unit ([`crate::backend_unit`]); without, a detached child, whose
+//! arguments are left in a file too: a backend that died is started again with them. Either way it does not end with libvirtd, and the OOM killer leaves it alone: a guest's memory
 //! depends on it.
 
 use std::ffi::OsString;
@@ -17,6 +17,8 @@ use outram_wire::control::{Phase, Status};
 use outram_wire::incoming::Incoming;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, PageSize, VmId};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use crate::backend_control::{BackendControl, ControlError};
 use crate::backend_log::{BackendLog, LOG_FILE};
@@ -99,6 +101,9 @@ pub enum LaunchError {
         /// QEMU's process.
         qemu: u32,
     },
+    /// No directory of a guest.
+    #[error("{0} is no run directory of a guest: its name is no UUID")]
+    NoRunDir(PathBuf),
     /// An earlier backend did not end.
     #[error(
         "an earlier backend of this domain (process {0}) did not end within {END_TIMEOUT:?}: look at its log and end it"
@@ -226,13 +231,11 @@ impl Launch {
         let run_dir = self.run_dir();
         end_earlier(&run_dir)?;
         self.prepare_run_dir(&run_dir)?;
-        let mut started = if self.systemd {
-            self.start_unit(&run_dir)?
-        } else {
-            self.start_child(&run_dir)?
-        };
+        let mut started = start_program(&self.backend, &run_dir, self.systemd)?;
         let outcome = wait_until_ready(&run_dir, &mut started);
         if let Err(error) = &outcome {
+            // Without its arguments it is not started again either.
+            let _ = fs::remove_file(run_dir.join(ARGUMENTS_FILE));
             started.end();
             // Best effort, for 'outram status': the same text reaches the user by our caller.
             let _ = fs::write(run_dir.join(ERROR_FILE), format!("{error}\n"));
@@ -250,45 +253,53 @@ impl Launch {
             remove_if_there(&run_dir.join(stale))?;
         }
         self.leave_disk_key()?;
+        let arguments = run_dir.join(ARGUMENTS_FILE);
+        backend_unit::write_arguments(&arguments, &self.arguments())
+            .map_err(|source| file_error("write", &arguments, source))?;
         let name = name_file(&self.run, self.vm);
         fs::write(&name, &self.name).map_err(|source| file_error("write", &name, source))
     }
+}
 
-    fn open_log(&self, run_dir: &Path) -> Result<File, LaunchError> {
-        let path = run_dir.join(LOG_FILE);
-        OpenOptions::new()
-            .create(true)
-            .write(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(|source| file_error("write", &path, source))
+fn start_program(backend: &Path, run_dir: &Path, systemd: bool) -> Result<Started, LaunchError> {
+    match systemd {
+        true => start_unit(run_dir),
+        false => start_child(backend, run_dir),
     }
+}
 
-    fn start_child(&self, run_dir: &Path) -> Result<Started, LaunchError> {
-        let log = self.open_log(run_dir)?;
-        let mut command = Command::new(&self.backend);
-        command.args(self.arguments());
-        let child = detached::spawn(&mut command, log).map_err(|source| LaunchError::Spawn {
-            path: self.backend.clone(),
-            source,
-        })?;
-        // Both are best effort: a container may forbid them, and the guest runs without.
-        let _ = fs::write(format!("/proc/{}/oom_score_adj", child.id()), "-1000");
-        move_out_of_libvirts_cgroup(child.id());
-        Ok(Started::Child(child))
-    }
+fn start_child(backend: &Path, run_dir: &Path) -> Result<Started, LaunchError> {
+    let path = run_dir.join(LOG_FILE);
+    let mut options = OpenOptions::new();
+    let log = options.create(true).append(true).mode(0o600).open(&path);
+    let log = log.map_err(|source| file_error("write", &path, source))?;
+    let mut command = Command::new(backend);
+    command.arg("launch").arg(run_dir.join(ARGUMENTS_FILE));
+    let child = detached::spawn(&mut command, log).map_err(|source| LaunchError::Spawn {
+        path: backend.to_owned(),
+        source,
+    })?;
+    // Both are best effort: a container may forbid them, and the guest runs without.
+    let _ = fs::write(format!("/proc/{}/oom_score_adj", child.id()), "-1000");
+    move_out_of_libvirts_cgroup(child.id());
+    Ok(Started::Child(child))
+}
 
-    fn start_unit(&self, run_dir: &Path) -> Result<Started, LaunchError> {
-        let file = run_dir.join(ARGUMENTS_FILE);
-        backend_unit::write_arguments(&file, &self.arguments())
-            .map_err(|source| file_error("write", &file, source))?;
-        let unit = BackendUnit::of(self.vm);
-        match unit.start() {
-            Ok(()) => Ok(Started::Unit(unit)),
-            Err(said) => Err(LaunchError::Systemd { unit, said }),
-        }
+fn start_unit(run_dir: &Path) -> Result<Started, LaunchError> {
+    let name = run_dir.file_name().and_then(|name| name.to_str());
+    let vm = name.and_then(|name| name.parse().ok());
+    let vm = vm.ok_or_else(|| LaunchError::NoRunDir(run_dir.to_owned()))?;
+    let unit = BackendUnit::of(vm);
+    match unit.start() {
+        Ok(()) => Ok(Started::Unit(unit)),
+        Err(said) => Err(LaunchError::Systemd { unit, said }),
     }
+}
+
+/// Starts a backend that died again, with the arguments that it had; returns once it serves its guest.
+pub fn start_again(backend: &Path, run_dir: &Path, systemd: bool) -> Result<(), LaunchError> {
+    let mut started = start_program(backend, run_dir, systemd)?;
+    wait_until_ready(run_dir, &mut started)
 }
 
 impl Started {
@@ -308,7 +319,8 @@ impl Started {
     fn end(&mut self) {
         match self {
             Self::Child(child) => {
-                let _ = child.kill();
+                // The supervisor and the pager, which it would start again or be started by.
+                detached::kill_session(child);
                 let _ = child.wait();
             }
             Self::Unit(unit) => unit.kill(),
@@ -322,7 +334,9 @@ fn wait_until_ready(run_dir: &Path, started: &mut Started) -> Result<(), LaunchE
     let deadline = Instant::now() + READY_TIMEOUT;
     let mut next_look = Instant::now();
     while Instant::now() < deadline {
-        if control.status().is_ok() {
+        if let Ok(status) = control.status() {
+            // It may have been started before its parent had left libvirt's cgroup.
+            move_out_of_libvirts_cgroup(status.backend_pid);
             return Ok(());
         }
         // Looking at a unit costs a process, so it is done more rarely than asking the socket.
@@ -366,13 +380,25 @@ pub fn reason(run_dir: &Path) -> Option<String> {
     (!text.is_empty()).then(|| text.to_owned())
 }
 
-/// Whether a backend ended without removing its sockets: it was killed, or crashed. One that is
-/// just about to remove them is given a moment.
+/// Whether a supervisor of the guest's backend is at work: it starts the backend again.
+pub fn is_supervised(run_dir: &Path) -> bool {
+    let Ok(dir) = File::open(run_dir) else {
+        return false;
+    };
+    matches!(
+        flock(&dir, FlockOperation::NonBlockingLockShared),
+        Err(Errno::WOULDBLOCK)
+    )
+}
+
+/// Whether a backend ended without removing its sockets, and nobody starts it again: all of it was
+/// killed. One that is just about to remove them is given a moment.
 pub fn is_abandoned(run_dir: &Path) -> bool {
     let control = BackendControl::of(run_dir);
     let dead_socket = || {
         matches!(control.status(), Err(ControlError::NotRunning(_)))
             && run_dir.join("control.sock").exists()
+            && !is_supervised(run_dir)
     };
     dead_socket() && {
         sleep(END_MOMENT);

@@ -113,6 +113,7 @@ fn busy() -> Status {
     };
     Status {
         backend_pid: 4242,
+        takeovers: 0,
         qemu_pid: Some(4343),
         phase: Phase::Stalled,
         detail: Some("10.0.0.2:7741: connection refused; trying again".to_owned()),

@@ -42,7 +42,7 @@ impl Host {
         let backend = dir.path().join("outram-backend");
         let program = std::env::current_exe().expect("this program");
         let script = format!(
-            "#!/bin/sh\n{ARGUMENTS}=$(printf '%s\\n' \"$@\") exec '{}' --exact --nocapture stand_in\n",
+            "#!/bin/sh\n{ARGUMENTS}=$(tr '\\0' '\\n' <\"$2\") exec '{}' --exact --nocapture stand_in\n",
             program.display()
         );
         fs::write(&backend, script).expect("written");

@@ -24,6 +24,16 @@ pub struct Arguments {
 pub enum Command {
     /// Serve one guest until it ends
     Run(Box<Flags>),
+    /// Page one guest's memory; started by 'run', which starts it again where it dies
+    #[command(hide = true)]
+    Page(Box<Flags>),
+    /// Mount the directory of a guest's state where it outlives this process's own view of the file
+    /// system; how systemd prepares 'run'
+    #[command(hide = true)]
+    Prepare {
+        /// The file with the arguments of 'run'
+        file: PathBuf,
+    },
     /// Do what the arguments in a file say, each ended by a NUL byte; how systemd starts 'run'
     #[command(hide = true)]
     Launch {

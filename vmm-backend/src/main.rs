@@ -12,40 +12,61 @@ use outram_wire::causes::with_causes;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
+    let mut given: Vec<OsString> = std::env::args_os().collect();
     let command = match Arguments::parse().command {
-        Command::Launch { file } => match arguments_of(&file) {
-            Ok(arguments) => Arguments::parse_from(arguments).command,
-            Err(error) => {
-                eprintln!("outram-backend: cannot read {}: {error}", file.display());
-                return ExitCode::FAILURE;
+        Command::Launch { file } => match from_file(&file) {
+            Ok((command, arguments)) => {
+                given = arguments;
+                command
             }
+            Err(failed) => return failed,
         },
         command => command,
     };
-    let flags = match command {
-        Command::Inject { args } => return handover::injector_main(args),
-        Command::Run(flags) => flags,
-        Command::Launch { file } => {
-            eprintln!(
-                "outram-backend: {} says 'launch' again: expected 'run' and its options",
-                file.display()
-            );
-            return ExitCode::FAILURE;
-        }
-    };
+    if let Command::Inject { args } = command {
+        return handover::injector_main(args);
+    }
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .init();
-    match daemon::run(*flags) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("outram-backend: {}", with_causes(error.as_ref()));
-            ExitCode::FAILURE
-        }
+    let outcome = match command {
+        // The program's name and 'run' are not passed on.
+        Command::Run(flags) => daemon::supervise(&flags, given.get(2..).unwrap_or_default()),
+        Command::Page(flags) => daemon::run(*flags).map(|()| ExitCode::SUCCESS),
+        Command::Prepare { file } => match from_file(&file) {
+            Ok((Command::Run(flags), _)) => daemon::prepare(*flags).map(|()| ExitCode::SUCCESS),
+            Ok(_) => return not_run(&file),
+            Err(failed) => return failed,
+        },
+        Command::Launch { .. } | Command::Inject { .. } => return ExitCode::FAILURE,
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("outram-backend: {}", with_causes(error.as_ref()));
+        ExitCode::FAILURE
+    })
+}
+
+/// What the arguments in a file say.
+fn from_file(file: &Path) -> Result<(Command, Vec<OsString>), ExitCode> {
+    let arguments = arguments_of(file).map_err(|error| {
+        eprintln!("outram-backend: cannot read {}: {error}", file.display());
+        ExitCode::FAILURE
+    })?;
+    match Arguments::parse_from(&arguments).command {
+        command @ Command::Run(_) => Ok((command, arguments)),
+        _ => Err(not_run(file)),
     }
+}
+
+fn not_run(file: &Path) -> ExitCode {
+    eprintln!(
+        "outram-backend: {} does not say 'run': expected 'run' and its options",
+        file.display()
+    );
+    ExitCode::FAILURE
 }
 
 /// The arguments in a file, after this program's name.

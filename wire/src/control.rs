@@ -42,6 +42,9 @@ pub enum Request {
     /// Leave the guest's memory to the kernel, for good, now that every page is home; only on the
     /// connection that asked for [`Request::BringHome`].
     Release,
+    /// Have the backend's process replaced by one of the program that is installed now; the guest waits
+    /// for a moment where it needs memory. Answered before that; the next process answers anew.
+    Restart,
     /// End the backend. Refused while a guest's memory depends on it.
     Stop,
 }
@@ -185,6 +188,9 @@ pub struct Status {
     pub backend_version: String,
     /// The backend's process.
     pub backend_pid: u32,
+    /// How often the guest was taken over from a process of its backend that had died.
+    #[serde(default)]
+    pub takeovers: u32,
     /// QEMU's process, once connected.
     pub qemu_pid: Option<u32>,
     /// Where it is in its life.

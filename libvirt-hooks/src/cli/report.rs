@@ -52,7 +52,9 @@ pub enum State {
     Ending,
     /// The backend does not answer.
     Silent,
-    /// The backend ended without a word: whoever needs its memory stands still.
+    /// The backend died and is being started again: its guest waits a moment.
+    Recovering,
+    /// All of the backend was killed: whoever needs its memory stands still.
     Gone,
     /// The last start failed.
     Failed,
@@ -85,9 +87,13 @@ pub fn report(guest: &Guest, paths: &Paths) -> Report {
             None if launch::is_abandoned(&run_dir(paths, guest.vm)) => {
                 let log = BackendLog::of(&run_dir(paths, guest.vm));
                 let reason = format!(
-                    "if the guest still runs, end it with 'virsh destroy'; the log is {log}"
+                    "if the guest still runs, 'outram restart' lets it go on; the log is {log}"
                 );
                 (State::Gone, Some(reason), None)
+            }
+            None if launch::is_supervised(&run_dir(paths, guest.vm)) => {
+                let reason = "its backend ended and is being started again";
+                (State::Recovering, Some(reason.to_owned()), None)
             }
             None => (State::Off, None, None),
         },
@@ -117,7 +123,8 @@ fn state_of(phase: Phase) -> State {
     }
 }
 
-fn run_dir(paths: &Paths, vm: VmId) -> std::path::PathBuf {
+/// A guest's run directory.
+pub(super) fn run_dir(paths: &Paths, vm: VmId) -> std::path::PathBuf {
     paths.run.join(vm.to_string())
 }
 

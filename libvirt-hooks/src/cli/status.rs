@@ -110,6 +110,7 @@ fn in_words(state: State) -> &'static str {
         State::Refused => "refused",
         State::Ending => "ending: memory is being given back",
         State::Silent => "the backend does not answer",
+        State::Recovering => "recovering: the backend died and is being started again",
         State::Gone => {
             "backend gone: it ended unexpectedly, the guest stands still where it needs it"
         }
@@ -220,6 +221,14 @@ fn add_processes(lines: &mut Lines, status: &Status) {
             status.backend_pid, status.backend_version
         ),
     );
+    if status.takeovers > 0 {
+        let times = match status.takeovers {
+            1 => "once".to_owned(),
+            times => format!("{times} times"),
+        };
+        let text = format!("{times}, from a process of the backend that had died: see its log");
+        lines.add("taken over", &text);
+    }
     lines.add("qemu", &qemu);
     lines.add(
         "sealed",

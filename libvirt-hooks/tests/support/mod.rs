@@ -101,6 +101,7 @@ pub(crate) fn status(name: &str, vm: VmId, limit: Limit) -> Status {
         name: name.to_owned(),
         backend_version: "0.1.0".to_owned(),
         backend_pid: std::process::id(),
+        takeovers: 0,
         qemu_pid: None,
         phase: Phase::Waiting,
         detail: None,

@@ -4,6 +4,7 @@
 //! `--test-threads` says otherwise. Where no such host can be made, each is reported as ignored, with
 //! the reason on top.
 
+mod backend_dies;
 mod checker;
 mod command_line;
 mod confinement;
@@ -73,6 +74,7 @@ fn main() -> ExitCode {
         migration_fails::TESTS,
         under_kvm::TESTS,
         outage::TESTS,
+        backend_dies::TESTS,
         strangers::TESTS,
     ];
     let suite = Suite {

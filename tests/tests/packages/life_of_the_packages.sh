@@ -151,11 +151,27 @@ checks() { grep -ac 'CHECKER' /var/log/libvirt/qemu/lab-console.log || true; }
 enough() { [ "$(checks)" -ge "$1" ]; }
 within 900 enough 1
 
-step "libvirtd restarts, packages are upgraded: nothing happens to the guest"
+pager() { outram status lab --json | sed -n 's/.*"backend_pid": \([0-9]*\),.*/\1/p'; }
+
+step "libvirtd restarts, packages are upgraded: the guest goes on, with another pager"
 systemctl restart libvirtd
-dpkg -i /share/outram-memserver.deb /share/outram.deb
+first=$(pager)
+dpkg -i /share/outram-memserver.deb /share/outram.deb >/tmp/upgraded
+cat /tmp/upgraded
+has "the upgrade" "$(cat /tmp/upgraded)" "took over from"
 is "the memory server's process" "$(systemctl show -P MainPID outram-memserver)" "$memserver"
-is "the backend's process" "$(systemctl show -P MainPID "$unit")" "$backend"
+is "the supervisor's process" "$(systemctl show -P MainPID "$unit")" "$backend"
+second=$(pager)
+[ -n "$second" ] && [ "$second" != "$first" ] || fail "the pager is process '$second', before '$first'"
+
+step "all of the backend is killed: systemd starts it again"
+systemctl kill --signal=KILL "$unit"
+again() { now=$(pager) && [ -n "$now" ] && [ "$now" != "$second" ]; }
+within 60 again
+has "its status" "$(outram status lab)" "taken over"
+has "its status" "$(outram status lab)" "serving"
+backend=$(systemctl show -P MainPID "$unit")
+is "its seccomp mode" "$(control "$(pager)" Seccomp)" 2
 if systemctl stop "$unit" 2>/tmp/stop; then fail "systemd stopped a backend whose guest runs"; fi
 has "the refusal" "$(cat /tmp/stop)" "Operation refused"
 is "the domain" "$(virsh domstate lab | head -1)" running

@@ -169,6 +169,8 @@ pub(crate) struct Wish<'a> {
     pub(crate) huge: Option<bool>,
     /// Whether its pages are sealed.
     pub(crate) seal: Seal,
+    /// Whether its pager has a supervisor, which starts it again.
+    pub(crate) supervised: bool,
 }
 
 impl Default for Wish<'_> {
@@ -181,6 +183,7 @@ impl Default for Wish<'_> {
             servers: &[],
             huge: None,
             seal: Seal::On,
+            supervised: false,
         }
     }
 }
@@ -263,7 +266,7 @@ fn spawn_backend(
     let log = lab.path(&format!("backend-{uuid}"));
     let file = File::options().create(true).append(true).open(&log)?;
     let backend = Command::new(lab.program("outram-backend")?)
-        .arg("run")
+        .arg(if wish.supervised { "run" } else { "page" })
         .args(arguments)
         .stdin(Stdio::null())
         .stdout(file.try_clone()?)
@@ -375,6 +378,11 @@ impl Guest {
         self.backend.kill()?;
         self.backend.wait()?;
         Ok(())
+    }
+
+    /// The backend's first process: the supervisor, where there is one.
+    pub(crate) fn backend(&mut self) -> &mut Child {
+        &mut self.backend
     }
 
     /// Starts a backend with the same arguments after the one before was killed. Returns at once.

@@ -14,6 +14,7 @@ mod plugging;
 mod races;
 mod refusals;
 mod servers;
+mod supervisor;
 
 use std::process::ExitCode;
 
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
             disk::TESTS,
             servers::TESTS,
             crash::TESTS,
+            supervisor::TESTS,
             refusals::TESTS,
             huge::TESTS,
         ]

@@ -110,15 +110,20 @@ pub struct Flags {
     /// Seconds to wait for QEMU to connect before giving up [default: 120]
     #[arg(long, value_name = "SECONDS")]
     pub connect_timeout: Option<u64>,
+
+    /// The process that starts the pager again where it dies; given by 'run'
+    #[arg(long, hide = true)]
+    pub supervisor: Option<i32>,
+
+    /// How often the guest was taken over from a pager that died; given by 'run'
+    #[arg(long, hide = true, default_value_t)]
+    pub takeovers: u32,
 }
 
 impl Flags {
     /// The guest's directory, as far as flags alone can tell.
     pub(super) fn likely_dir(&self) -> PathBuf {
-        let run_dir = self.run_dir.clone();
-        run_dir
-            .unwrap_or_else(|| DEFAULT_RUN_DIR.into())
-            .join(self.uuid.to_string())
+        dir(self, &File::default())
     }
 }
 
@@ -248,22 +253,22 @@ pub struct Config {
     pub connect_timeout: Duration,
     /// Whether `userfaultfd(2)` may be used.
     pub allow_sysctl: bool,
+    /// The process that starts this one again where it dies.
+    pub supervisor: Option<i32>,
+    /// How often the guest was taken over.
+    pub takeovers: u32,
 }
 
 impl Config {
+    /// The guest's directory.
+    pub(super) fn dir_of(flags: &Flags) -> Result<PathBuf, ConfigError> {
+        Ok(dir(flags, &file_of(flags)?))
+    }
+
     /// Flags over the file that they name, or the default one where it exists.
     pub fn gather(flags: Flags) -> Result<Self, ConfigError> {
-        let file = match &flags.config {
-            Some(path) => read(path)?,
-            None => match read(Path::new(DEFAULT_CONFIG)) {
-                Err(ConfigError::Read { source, .. })
-                    if source.kind() == std::io::ErrorKind::NotFound =>
-                {
-                    File::default()
-                }
-                other => other?,
-            },
-        };
+        let file = file_of(&flags)?;
+        let dir = dir(&flags, &file);
         let limit = match (flags.local_ratio, flags.local) {
             (Some(ratio), None) => Limit::LocalRatio(ratio),
             (None, Some(bytes)) => Limit::LocalBytes(bytes),
@@ -288,10 +293,6 @@ impl Config {
             flag.or(file)
                 .unwrap_or_else(|| PathBuf::from("/etc/outram/pki").join(default))
         };
-        let run_dir = flags
-            .run_dir
-            .or(file.run_dir)
-            .unwrap_or_else(|| DEFAULT_RUN_DIR.into());
         Ok(Self {
             vm: flags.uuid,
             name: flags.name,
@@ -304,7 +305,7 @@ impl Config {
             incoming: flags.incoming,
             seal: flags.seal,
             disk: disk(flags.disk_size, flags.disk_key_file)?,
-            dir: run_dir.join(flags.uuid.to_string()),
+            dir,
             metrics: flags.metrics.or(file.metrics),
             shards,
             tls: TlsFiles {
@@ -319,8 +320,30 @@ impl Config {
                     .unwrap_or(120),
             ),
             allow_sysctl: file.allow_sysctl,
+            supervisor: flags.supervisor,
+            takeovers: flags.takeovers,
         })
     }
+}
+
+fn file_of(flags: &Flags) -> Result<File, ConfigError> {
+    match &flags.config {
+        Some(path) => read(path),
+        None => match read(Path::new(DEFAULT_CONFIG)) {
+            Err(ConfigError::Read { source, .. })
+                if source.kind() == std::io::ErrorKind::NotFound =>
+            {
+                Ok(File::default())
+            }
+            other => other,
+        },
+    }
+}
+
+fn dir(flags: &Flags, file: &File) -> PathBuf {
+    let run_dir = flags.run_dir.as_ref().or(file.run_dir.as_ref());
+    let run_dir = run_dir.map_or(Path::new(DEFAULT_RUN_DIR), |dir| dir);
+    run_dir.join(flags.uuid.to_string())
 }
 
 /// The far-memory disk's settings. The key's file is nobody's business any more once it is read.

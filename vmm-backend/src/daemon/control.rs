@@ -14,6 +14,7 @@ use outram_wire::control::{
 use super::guest::Guest;
 use super::metrics;
 use super::stage::{Daemon, Stage};
+use crate::pager::Course;
 
 /// A client that takes longer to say or hear something is left.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -126,6 +127,22 @@ fn answer(envelope: Envelope, daemon: &Daemon, homing: &mut Option<Homing>) -> R
         (Request::BringHome | Request::Release, _) => {
             Reply::Refused("there is no guest to detach: it has not started, or has ended".into())
         }
+        (Request::Restart, Stage::Serving(_)) if daemon.config.supervisor.is_none() => {
+            Reply::Refused(
+                "nobody would start this process again: it was not started by 'outram-backend run'"
+                    .into(),
+            )
+        }
+        (Request::Restart, Stage::Serving(guest)) if guest.pager.course() == Course::Serving => {
+            daemon.asked_to_start_again.store(true, Ordering::Relaxed);
+            Reply::Done
+        }
+        (Request::Restart, Stage::Serving(_)) => {
+            Reply::Refused("the guest is being detached: let that end first".into())
+        }
+        (Request::Restart, _) => Reply::Refused(
+            "there is no guest to go on with: it has not started, or has ended".into(),
+        ),
         (Request::Stop, Stage::Serving(guest))
             if !guest.vmm.has_ended() && !guest.may_be_left() =>
         {

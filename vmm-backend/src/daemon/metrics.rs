@@ -276,6 +276,11 @@ impl Snapshot {
                 counters.refused_reads,
             ),
             (
+                "takeovers",
+                "Times that the guest was taken over from a process of its backend that had died",
+                u64::from(self.status.takeovers),
+            ),
+            (
                 "stray_device_accesses",
                 "Accesses of the device to pages not pinned",
                 counters.stray_device_accesses,
@@ -446,6 +451,7 @@ mod tests {
             name: "web1".to_owned(),
             backend_version: "0".to_owned(),
             backend_pid: 1,
+            takeovers: 0,
             qemu_pid: None,
             phase: Phase::Serving,
             detail: None,

@@ -1,7 +1,9 @@
 //! One guest's backend from start to end: its directory and sockets, the hand-over when QEMU
 //! connects, and the end of its guest.
 //!
-//! The main thread watches over the guest's process; one thread serves the vhost-user socket, one
+//! Two processes: the supervisor ([`supervise`]) and the pager ([`run`]), which is all but the former.
+//!
+//! The pager's main thread watches over the guest's process; one thread serves the vhost-user socket, one
 //! the control socket, each control connection has its own. Lock order: `stage` alone, never held
 //! while anything waits.
 
@@ -11,11 +13,13 @@ mod guest;
 mod metrics;
 mod run_dir;
 mod stage;
+mod supervisor;
 mod surroundings;
 mod termination;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -25,14 +29,16 @@ use outram_wire::causes::with_causes;
 use outram_wire::incoming::Incoming;
 
 pub use config::{Config, ConfigError, Flags};
+pub use supervisor::supervise;
 
 use crate::engine::table::State;
 use crate::far_disk::{self, FarDisk, FarDiskConfig};
-use crate::pager::{Orphan, PagerConfig, PreparedPager};
+use crate::pager::{self, Orphan, PagerConfig, PreparedPager};
 use crate::remote::{RemoteConfig, Timing};
 use guest::GuestDoor;
 use run_dir::RunDir;
 use stage::{Daemon, Stage};
+use supervisor::{Mutual, START_AGAIN};
 
 /// How often the guest's process is looked at.
 const WATCH: Duration = Duration::from_millis(50);
@@ -40,7 +46,35 @@ const WATCH: Duration = Duration::from_millis(50);
 /// A refused QEMU gives up within this, or libvirt's hook ends us before.
 const REFUSAL_LINGER: Duration = Duration::from_secs(60);
 
-/// Runs the backend of one guest until that guest has ended. Refuses with a reason, which is also
+/// Mounts the directory of a new guest's state where `supervise` will find it, in a view of the file
+/// system that outlives it. That of a guest that is there already is left alone.
+pub fn prepare(flags: Flags) -> anyhow::Result<()> {
+    // The key is the pager's to read.
+    let config = Config::gather(Flags {
+        disk_size: None,
+        ..flags
+    })?;
+    let dir = RunDir::at(&config.dir);
+    if dir.was_served() {
+        return Ok(());
+    }
+    RunDir::make(&config.dir)?;
+    Ok(pager::prepare_state(&pager_config(&config), &dir.state())?)
+}
+
+fn pager_config(config: &Config) -> PagerConfig {
+    PagerConfig {
+        vm: config.vm,
+        ram_bytes: config.ram_bytes,
+        max_ram_bytes: config.max_ram_bytes,
+        page_size: config.page_size,
+        limit: config.limit,
+        shards: config.shards,
+        seal: config.seal,
+    }
+}
+
+/// Pages one guest until that guest has ended. Refuses with a reason, which is also
 /// left in the file `error` of the guest's directory.
 pub fn run(flags: Flags) -> anyhow::Result<()> {
     // A configuration that is not understood may name another directory: nobody would look there.
@@ -82,16 +116,12 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
     if let Some(orphan) = Orphan::find(&dir.state(), config.vm)? {
         return serve_again(config, dir, orphan, &remote);
     }
-    let pager = PagerConfig {
-        vm: config.vm,
-        ram_bytes: config.ram_bytes,
-        max_ram_bytes: config.max_ram_bytes,
-        page_size: config.page_size,
-        limit: config.limit,
-        shards: config.shards,
-        seal: config.seal,
-    };
-    let prepared = PreparedPager::new(pager, &remote, &dir.state())?;
+    if config.takeovers > 0 {
+        tracing::info!("the guest has ended meanwhile");
+        Orphan::clear(&dir.state());
+        return Ok(());
+    }
+    let prepared = PreparedPager::new(pager_config(&config), &remote, &dir.state())?;
     let disk = match open_disk(&config, &remote) {
         Ok(disk) => disk,
         Err(error) => {
@@ -171,8 +201,10 @@ fn open_disk(
 fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
     let deadline = Instant::now() + daemon.config.connect_timeout;
     let mut refused_at = None;
+    let mut mutual = Mutual::new(daemon.config.supervisor);
     loop {
         std::thread::sleep(WATCH);
+        mutual.look_after();
         let asked_to_stop = daemon.take_stop_request();
         match daemon.stage() {
             Stage::Waiting if asked_to_stop => {
@@ -203,6 +235,11 @@ fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
                     tracing::warn!(
                         "asked to stop, but the guest's memory depends on this process: shut the guest down instead"
                     );
+                }
+                if daemon.asked_to_start_again.load(Ordering::Relaxed) {
+                    // Whatever is under way is found by the next pager as after any other end.
+                    tracing::info!("ends, to be started again: the guest waits a moment");
+                    std::process::exit(START_AGAIN);
                 }
                 guest.let_go_if_killed();
                 guest.kill_if_stuck_at_its_end();

@@ -24,6 +24,16 @@ impl RunDir {
                 path.display()
             );
         }
+        Self::make(path)?;
+        let dir = Self::at(path);
+        for stale in ["error", "vhost.sock", "control.sock"] {
+            remove_file(&dir.path.join(stale))?;
+        }
+        Ok(dir)
+    }
+
+    /// Makes the directory where there is none.
+    pub(super) fn make(path: &Path) -> anyhow::Result<()> {
         // QEMU, an unprivileged user, walks through it to the socket; it lists nothing.
         let make = |path: &Path, mode| {
             fs::DirBuilder::new()
@@ -35,19 +45,25 @@ impl RunDir {
         make(parent, 0o755)
             .and_then(|()| make(path, 0o711))
             .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(0o711)))
-            .with_context(|| format!("cannot make {}", path.display()))?;
-        let dir = Self {
+            .with_context(|| format!("cannot make {}", path.display()))
+    }
+
+    /// The directory as it is.
+    pub(super) fn at(path: &Path) -> Self {
+        Self {
             path: path.to_owned(),
-        };
-        for stale in ["error", "vhost.sock", "control.sock"] {
-            remove_file(&dir.path.join(stale))?;
         }
-        Ok(dir)
     }
 
     /// Where the guest's tmpfs is mounted.
     pub(super) fn state(&self) -> PathBuf {
         self.path.join("state")
+    }
+
+    /// Whether a guest was served there by a process that has not cleared up, or is at work still. (A
+    /// hook that starts a guest anew removes what was left of an earlier start.)
+    pub(super) fn was_served(&self) -> bool {
+        self.path.join("control.sock").exists() && self.state().join("record").exists()
     }
 
     /// Listens for QEMU: only its user may connect.

@@ -37,6 +37,7 @@ pub(super) enum Stage {
 pub(super) struct Daemon {
     pub(super) config: Config,
     pub(super) asked_to_stop: Arc<AtomicBool>,
+    pub(super) asked_to_start_again: AtomicBool,
     stage: Mutex<Stage>,
     prepared: Mutex<Option<PreparedPager>>,
     pub(super) disk: Option<Arc<FarDisk>>,
@@ -51,6 +52,7 @@ impl Daemon {
         Self {
             config,
             asked_to_stop: Arc::default(),
+            asked_to_start_again: AtomicBool::new(false),
             stage: Mutex::new(Stage::Waiting),
             prepared: Mutex::new(prepared),
             disk,
@@ -137,6 +139,7 @@ impl Daemon {
             name: self.config.name.clone(),
             backend_version: env!("CARGO_PKG_VERSION").to_owned(),
             backend_pid: std::process::id(),
+            takeovers: self.config.takeovers,
             qemu_pid: guest.map(|guest| guest.vmm.pid as u32),
             phase,
             detail,

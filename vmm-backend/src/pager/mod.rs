@@ -186,6 +186,25 @@ struct Recovered {
     slabs: HashSet<SlabRef>,
 }
 
+/// Mounts a new guest's state directory, where a [`PreparedPager`] of the same configuration will
+/// find it: in a view of the file system that outlives this process.
+pub fn prepare_state(config: &PagerConfig, path: &Path) -> Result<(), PagerError> {
+    let (pages, staging) = state_sizes(config)?;
+    let staging_bytes = u64::from(staging) * config.page_size.bytes();
+    Ok(StateDir::mount(path, pages, staging_bytes)?)
+}
+
+/// Pages of the table and of the staging area of a guest that has grown to its most.
+fn state_sizes(config: &PagerConfig) -> Result<(u32, u32), PagerError> {
+    let most_ram = config.max_ram_bytes.max(config.ram_bytes);
+    let pages = table_pages(most_ram, MOST_BLOCKS, config.shards, config.page_size);
+    let pages = u32::try_from(pages).map_err(|_| LimitError::TooMuchRam(most_ram))?;
+    Ok((
+        pages,
+        limits::most_staging_pages(most_ram, config.page_size),
+    ))
+}
+
 impl PreparedPager {
     /// Reserves room at the servers and makes the state directory.
     pub fn new(
@@ -201,10 +220,7 @@ impl PreparedPager {
         let (sender, events) = unbounded();
         let sessions = start_sessions(remote, &config, sizes, &sender)?;
         check_slabs(&sessions, size)?;
-        let most_ram = config.max_ram_bytes.max(config.ram_bytes);
-        let pages = table_pages(most_ram, MOST_BLOCKS, config.shards, size);
-        let pages = u32::try_from(pages).map_err(|_| LimitError::TooMuchRam(most_ram))?;
-        let most_staging = limits::most_staging_pages(most_ram, size);
+        let (pages, most_staging) = state_sizes(&config)?;
         let staging_bytes = u64::from(most_staging) * size.bytes();
         let state_dir = StateDir::create(state_dir, pages, staging_bytes)?;
         let table = state_dir.create_table(config.vm, pages)?;

@@ -41,6 +41,9 @@ const TMPFS_SLACK_BYTES: u64 = 1 << 20;
 /// and its new form, and slabs of the smallest size, 1 MiB.
 const GROUP_BYTES_A_PAGE: u64 = 1;
 
+/// A tmpfs, as statfs(2) says.
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
 /// Why the state directory could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
@@ -91,12 +94,21 @@ pub(super) struct StateDir {
 }
 
 impl StateDir {
-    /// Mounts a tmpfs for a table of `pages` pages and `staging_bytes` of staging area. What an
-    /// earlier backend of the same guest left there is removed.
+    /// A tmpfs for a table of `pages` pages and `staging_bytes` of staging area: one that was mounted
+    /// for this, or a new one. What an earlier backend of the same guest left there is removed.
     pub(super) fn create(path: &Path, pages: u32, staging_bytes: u64) -> Result<Self, StateError> {
-        let table = table_bytes(pages);
-        let groups = u64::from(pages) * GROUP_BYTES_A_PAGE;
-        let bytes = table + groups + staging_bytes + TMPFS_SLACK_BYTES;
+        if !is_unused(path, tmpfs_bytes(pages, staging_bytes)) {
+            Self::mount(path, pages, staging_bytes)?;
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            is_ours: true,
+        })
+    }
+
+    /// Mounts it, in place of whatever is mounted there.
+    pub(super) fn mount(path: &Path, pages: u32, staging_bytes: u64) -> Result<(), StateError> {
+        let bytes = tmpfs_bytes(pages, staging_bytes);
         let failed = |source: io::Error| StateError::Mount {
             path: path.to_owned(),
             bytes,
@@ -124,11 +136,7 @@ impl StateDir {
         // 6.4 do not know the option.
         mount(format!("size={bytes},mode=0700,noswap"))
             .or_else(|_: io::Error| mount(format!("size={bytes},mode=0700")))
-            .map_err(failed)?;
-        Ok(Self {
-            path: path.to_owned(),
-            is_ours: true,
-        })
+            .map_err(failed)
     }
 
     /// Looks at the directory of a former process; it stays mounted whatever comes of that.
@@ -276,6 +284,26 @@ impl Drop for StateDir {
             tracing::warn!(path = %self.path.display(), %error, "the state directory stays mounted");
         }
     }
+}
+
+/// What all files take together, in whole pages.
+fn tmpfs_bytes(pages: u32, staging_bytes: u64) -> u64 {
+    let groups = u64::from(pages) * GROUP_BYTES_A_PAGE;
+    let bytes = table_bytes(pages) + groups + staging_bytes + TMPFS_SLACK_BYTES;
+    bytes.next_multiple_of(PageSize::BASE.bytes())
+}
+
+/// Whether a tmpfs of this size is mounted there, and nothing lies in it.
+fn is_unused(path: &Path, bytes: u64) -> bool {
+    let device = |path: &Path| std::fs::metadata(path).map(|found| found.dev());
+    let is_mounted = || Some(device(path).ok()? != device(path.parent()?).ok()?);
+    let is_empty = || std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+    let has_size = || {
+        rustix::fs::statfs(path).is_ok_and(|found| {
+            found.f_type == TMPFS_MAGIC && found.f_blocks * found.f_bsize as u64 == bytes
+        })
+    };
+    is_mounted() == Some(true) && has_size() && is_empty()
 }
 
 /// Bytes of a table's file.

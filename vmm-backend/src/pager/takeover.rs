@@ -118,6 +118,11 @@ impl Orphan {
         }))
     }
 
+    /// Removes what a former process left of a guest that has ended.
+    pub fn clear(state_dir: &Path) {
+        StateDir::open(state_dir).adopt();
+    }
+
     /// The numbers of its userfaultfds in the VMM.
     pub fn userfaultfds(&self) -> &[i32] {
         &self.record.userfaultfds

@@ -223,7 +223,9 @@ fn cell(column: Shown, line: &Line, terms: Terms) -> Cell<'static> {
 fn style_of(line: &Line, terms: Terms) -> Style {
     match line.report.state {
         State::Serving => Style::new(),
-        State::Stalled | State::Homing | State::Released => terms.coloured(Color::Yellow),
+        State::Stalled | State::Recovering | State::Homing | State::Released => {
+            terms.coloured(Color::Yellow)
+        }
         State::Waiting | State::Ending | State::Off => Style::new().add_modifier(Modifier::DIM),
         State::Stopped | State::Refused | State::Silent | State::Gone | State::Failed => {
             terms.coloured(Color::Red)

@@ -171,6 +171,7 @@ pub fn state_word(state: State) -> &'static str {
         State::Refused => "refused",
         State::Ending => "ending",
         State::Silent => "silent",
+        State::Recovering => "recovering",
         State::Gone => "gone",
         State::Failed => "failed",
         State::Off => "off",

@@ -1,0 +1,94 @@
+//! The backend of a working guest is killed, in part and whole, and replaced.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use outram_tests::hermetic::command::wait_for;
+use outram_tests::hermetic::guest::{Guest, Spec};
+use outram_wire::control::{Phase, Status};
+
+use crate::Test;
+use crate::fixture::{
+    HALF, LONG, Lab, RAM_MIB, SHARE, SHORT, check, demand_no_mismatch, power_off,
+};
+
+pub(crate) const TESTS: &[Test] = &[("a_guest_outlives_its_backends", outlive)];
+
+fn outlive(lab: &Lab) -> Result<()> {
+    let server = lab.server("1GiB")?;
+    let guest = lab.attach(Spec::new("outlives", RAM_MIB), &HALF, &server.address)?;
+    let mut console = guest.boot()?;
+    let first = guest.status()?;
+    console.send(&format!("check {SHARE} 25"))?;
+
+    // The pager alone: nobody has to do anything.
+    let mut now = first.clone();
+    for round in 1..=8 {
+        std::thread::sleep(Duration::from_millis(700 + 130 * u64::from(round)));
+        end(now.backend_pid)?;
+        now = wait_for_another(&guest, &now)?;
+        ensure!(now.takeovers == round, "{now:?}");
+    }
+
+    // All of it: 'outram restart' starts it again.
+    let supervisor = parent(now.backend_pid)?;
+    kill(Pid::from_raw(supervisor), Signal::SIGSTOP)?;
+    end(now.backend_pid)?;
+    kill(Pid::from_raw(supervisor), Signal::SIGKILL)?;
+    let run_dir = guest.run_dir();
+    wait_for("all of the backend to be gone", SHORT, || {
+        let gone = guest.status_if_any().is_none() && !is_locked(&run_dir)?;
+        Ok(gone.then_some(()))
+    })?;
+    let told = lab.host.outram(&["status", guest.name()])?;
+    ensure!(told.stdout.contains("outram restart"), "{}", told.stdout);
+    lab.host.outram_ok(&["restart", guest.name()])?;
+    now = wait_for_another(&guest, &now)?;
+
+    // Politely, by name and all together.
+    for arguments in [vec!["restart", guest.name()], vec!["restart", "--all"]] {
+        let told = lab.host.outram_ok(&arguments)?;
+        ensure!(told.contains("took over from"), "{told}");
+        let next = guest.status()?;
+        ensure!(next.backend_pid != now.backend_pid, "{next:?}");
+        ensure!(next.takeovers == now.takeovers, "nobody died: {next:?}");
+        now = next;
+    }
+
+    let report = console.expect(&["CHECKER"], LONG)?;
+    demand_no_mismatch(&console, &report)?;
+    lab.tune(&guest, &["--local-ratio", "0.3"])?;
+    check(&mut console, SHARE, 1)?;
+    ensure!(guest.state()? == "running");
+    power_off(&guest, &mut console, &server)?;
+    ensure!(!run_dir.exists(), "{} stays", run_dir.display());
+    Ok(())
+}
+
+fn end(pid: u32) -> Result<()> {
+    Ok(kill(Pid::from_raw(pid as i32), Signal::SIGKILL)?)
+}
+
+fn parent(pid: u32) -> Result<i32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
+    Ok(line.unwrap_or_default().trim().parse()?)
+}
+
+/// Whether a supervisor is at work.
+fn is_locked(run_dir: &std::path::Path) -> Result<bool> {
+    let dir = std::fs::File::open(run_dir)?;
+    let locked = rustix::fs::flock(&dir, rustix::fs::FlockOperation::NonBlockingLockShared);
+    Ok(locked.is_err())
+}
+
+/// Another process than that of this status serves the guest.
+fn wait_for_another(guest: &Guest, before: &Status) -> Result<Status> {
+    wait_for("another pager to serve the guest", LONG, || {
+        Ok(guest
+            .status_if_any()
+            .filter(|now| now.backend_pid != before.backend_pid && now.phase == Phase::Serving))
+    })
+}

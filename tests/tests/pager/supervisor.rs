@@ -1,0 +1,174 @@
+//! Nobody but the backend itself sees to it that its guest goes on.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use outram_tests::hermetic::command::wait_for;
+use outram_wire::control::{Phase, Request, Status};
+use serde_json::json;
+
+use crate::fixture::{Guest, LONG, Lab, Wish, demand_sound};
+
+pub(crate) const TESTS: &[crate::Test] = &[
+    ("a_pager_that_is_killed_is_started_again", pager),
+    ("a_supervisor_that_is_killed_is_started_again", supervisor),
+    (
+        "a_backend_all_killed_goes_on_where_it_is_started_again",
+        both,
+    ),
+    ("a_backend_is_replaced_by_itself_when_asked", replaced),
+    ("a_guest_that_ends_with_its_pager_leaves_nothing", together),
+];
+
+const FILLED: u64 = 14_000;
+
+fn started(lab: &Lab, server: &str) -> Result<Guest> {
+    let wish = wish();
+    let servers = [server];
+    let wish = Wish {
+        servers: &servers,
+        ..wish
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, FILLED)?;
+    Ok(guest)
+}
+
+fn wish() -> Wish<'static> {
+    Wish {
+        supervised: true,
+        ..Wish::default()
+    }
+}
+
+fn work(guest: &mut Guest, seconds: f64) -> Result<u64> {
+    guest.send(
+        0,
+        "work",
+        json!({"page": 0, "pages": FILLED, "seconds": seconds, "write_share": 0.5, "seed": 3}),
+    )
+}
+
+fn end(pid: u32, signal: Signal) -> Result<()> {
+    Ok(kill(Pid::from_raw(pid as i32), signal)?)
+}
+
+/// Another pager than that of this status serves the guest.
+fn wait_for_another(guest: &Guest, before: &Status) -> Result<Status> {
+    wait_for("another pager to serve the guest", LONG, || {
+        let status = guest.control().and_then(|mut control| control.status());
+        Ok(status
+            .ok()
+            .filter(|now| now.backend_pid != before.backend_pid && now.phase == Phase::Serving))
+    })
+}
+
+fn pager(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = started(lab, &server.address)?;
+    let sent = work(&mut guest, 2.0)?;
+    let mut status = guest.status()?;
+    ensure!(status.takeovers == 0, "{status:?}");
+    let supervisor = guest.backend().id();
+    for round in 1..=6 {
+        end(status.backend_pid, Signal::SIGKILL)?;
+        status = wait_for_another(&guest, &status)?;
+        ensure!(status.takeovers == round, "{status:?}");
+    }
+    demand_sound(&guest.answer(sent)?)?;
+    guest.verify(0, FILLED)?;
+    ensure!(guest.backend().id() == supervisor && guest.backend().try_wait()?.is_none());
+    guest.connect()?;
+    guest.end(&[&server])
+}
+
+fn supervisor(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = started(lab, &server.address)?;
+    let sent = work(&mut guest, 2.0)?;
+    let before = guest.status()?;
+    guest.kill_backend()?;
+    // A third can be no supervisor as long as there is one: that tells when there is.
+    let dir = std::fs::File::open(&guest.dir)?;
+    wait_for("another supervisor", LONG, || {
+        let free = rustix::fs::flock(&dir, rustix::fs::FlockOperation::NonBlockingLockShared);
+        if free.is_ok() {
+            rustix::fs::flock(&dir, rustix::fs::FlockOperation::Unlock)?;
+        }
+        Ok(free.is_err().then_some(()))
+    })?;
+    ensure!(guest.status()?.backend_pid == before.backend_pid);
+    // It may still be about to learn which process to watch over.
+    std::thread::sleep(Duration::from_millis(200));
+    end(before.backend_pid, Signal::SIGKILL)?;
+    wait_for_another(&guest, &before)?;
+    demand_sound(&guest.answer(sent)?)?;
+    guest.verify(0, FILLED)?;
+    guest.vmm.kill()?;
+    wait_for("all to be cleared up", LONG, || {
+        Ok((!guest.dir.exists()).then_some(()))
+    })
+}
+
+fn both(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = started(lab, &server.address)?;
+    let sent = work(&mut guest, 2.0)?;
+    let before = guest.status()?;
+    // The supervisor cannot act any more when the pager dies.
+    end(guest.backend().id(), Signal::SIGSTOP)?;
+    end(before.backend_pid, Signal::SIGKILL)?;
+    guest.kill_backend()?;
+    wait_for("the pager to be gone", LONG, || {
+        Ok(guest.control().is_err().then_some(()))
+    })?;
+    let servers = [server.address.as_str()];
+    let wish = Wish {
+        servers: &servers,
+        ..wish()
+    };
+    guest.take_over(lab, &wish)?;
+    let now = wait_for_another(&guest, &before)?;
+    ensure!(now.takeovers == 1, "{now:?}");
+    demand_sound(&guest.answer(sent)?)?;
+    guest.verify(0, FILLED)?;
+    guest.connect()?;
+    guest.end(&[&server])
+}
+
+fn replaced(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = started(lab, &server.address)?;
+    let sent = work(&mut guest, 3.0)?;
+    let mut status = guest.status()?;
+    for _ in 0..5 {
+        guest.control()?.order(Request::Restart)?;
+        status = wait_for_another(&guest, &status)?;
+        ensure!(status.takeovers == 0, "nobody died: {status:?}");
+    }
+    demand_sound(&guest.answer(sent)?)?;
+    guest.verify(0, FILLED)?;
+    ensure!(
+        guest.backend().try_wait()?.is_none(),
+        "the supervisor ended"
+    );
+    guest.connect()?;
+    guest.end(&[&server])
+}
+
+fn together(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = started(lab, &server.address)?;
+    let status = guest.status()?;
+    let supervisor = guest.backend().id();
+    end(supervisor, Signal::SIGSTOP)?;
+    end(status.backend_pid, Signal::SIGKILL)?;
+    guest.vmm.kill()?;
+    end(supervisor, Signal::SIGCONT)?;
+    let ended = guest.backend().wait().context("the supervisor")?;
+    ensure!(ended.success(), "{ended}");
+    ensure!(!guest.dir.exists(), "{} stays", guest.dir.display());
+    Ok(())
+}

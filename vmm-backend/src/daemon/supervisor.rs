@@ -1,0 +1,443 @@
+//! The process that `run` is: it starts the guest's pager, a process of its own, and starts it again
+//! where it died and its guest lives. Nothing else, so that hardly anything can go wrong in it.
+//!
+//! A supervisor that dies is started again by systemd or, where the backend is no unit of systemd's,
+//! by the pager ([`Mutual`]); it then finds a pager at work and watches over that one. Where both were
+//! killed, systemd or `outram restart` starts the supervisor, and that the pager.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use outram_wire::control::{CONTROL_VERSION, Envelope, Reply, Request, read_frame, write_frame};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::FlockOperation;
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::config::{Config, Flags};
+use super::leave_reason;
+use super::run_dir::RunDir;
+use crate::pager::Orphan;
+
+/// The exit status of a pager that wants to be started again: sysexits' "temporary failure".
+pub(super) const START_AGAIN: i32 = 75;
+
+/// Environment variable by which a supervisor that becomes another program passes on how often its
+/// guest was taken over.
+const TAKEOVERS: &str = "OUTRAM_TAKEOVERS";
+
+/// A pager that lives this long has not died of its start.
+const LONG: Duration = Duration::from_secs(10);
+
+/// The pause before a pager is started again, doubled each time that it dies of its start. The first
+/// time there is none.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// How long a pager that is at work already may take to say which process it is.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// This program, as it is installed now and as it runs here.
+struct Programs {
+    installed: PathBuf,
+    running: PathBuf,
+}
+
+impl Programs {
+    /// The one that is installed, so that an upgrade is taken up; after it was of no use, the one that
+    /// runs: it may know what the guest's last pager left where another does not, or be the last that
+    /// there is.
+    fn choose(&self, useless: u32) -> PathBuf {
+        let installed = useless.is_multiple_of(2) && self.installed.exists();
+        let chosen = if installed {
+            &self.installed
+        } else {
+            &self.running
+        };
+        chosen.clone()
+    }
+}
+
+/// What a supervisor hears of.
+enum Event {
+    /// The pager ended; how is not known of one that another supervisor started.
+    Ended(Option<ExitStatus>),
+    Signal(i32),
+}
+
+/// A pager whose end is waited for.
+enum Awaited {
+    Child(Child),
+    /// One that another supervisor started.
+    Process(OwnedFd),
+}
+
+struct Supervisor<'a> {
+    flags: &'a Flags,
+    /// The arguments after `run`.
+    arguments: &'a [OsString],
+    programs: Programs,
+    dir: PathBuf,
+    events: Receiver<Event>,
+    /// To the thread that waits for the pager's end.
+    awaited: Sender<Awaited>,
+    pager: Option<Pid>,
+    takeovers: u32,
+}
+
+/// Runs the backend of one guest until that guest has ended. `arguments` are those after `run`.
+pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCode> {
+    let likely = flags.likely_dir();
+    let dir = Config::dir_of(flags)
+        .map_err(anyhow::Error::from)
+        .inspect_err(|error| leave_reason(&likely, error))?;
+    RunDir::make(&dir)?;
+    let _lock = lock(&dir)?;
+    let (sender, events) = mpsc::channel();
+    hear_signals(sender.clone()).context("registering for signals")?;
+    let awaited = await_ends(sender).context("starting a thread")?;
+    let installed = std::env::current_exe().context("finding this program")?;
+    let mut supervisor = Supervisor {
+        flags,
+        arguments,
+        programs: Programs {
+            installed,
+            running: "/proc/self/exe".into(),
+        },
+        dir,
+        events,
+        awaited,
+        pager: None,
+        takeovers: 0,
+    };
+    supervisor.run()
+}
+
+impl Supervisor<'_> {
+    fn run(&mut self) -> anyhow::Result<ExitCode> {
+        match pager_at_work(&self.dir) {
+            Some((pid, process)) => self.watch(pid, process)?,
+            None if self.has_ended() => {
+                tracing::info!("the guest has ended meanwhile");
+                self.clear();
+                return Ok(ExitCode::SUCCESS);
+            }
+            None => {
+                let told = std::env::var(TAKEOVERS)
+                    .ok()
+                    .and_then(|text| text.parse().ok());
+                // One that was not asked to be started again, and has a guest, had died.
+                self.takeovers = told.unwrap_or_else(|| u32::from(self.guest_lives()));
+                self.start(self.programs.choose(0))?;
+            }
+        }
+        // Starts in a row that led to nothing.
+        let mut useless = 0;
+        let mut started = Instant::now();
+        loop {
+            let status = match self.events.recv() {
+                Ok(Event::Signal(signal)) => {
+                    self.pass_on(signal);
+                    continue;
+                }
+                Ok(Event::Ended(status)) => status,
+                Err(error) => return Err(error).context("both threads of the supervisor ended"),
+            };
+            self.pager = None;
+            let code = status.and_then(|status| status.code());
+            if code == Some(START_AGAIN) {
+                return Err(self.become_anew());
+            }
+            loop {
+                if !self.guest_lives() {
+                    return Ok(self.conclude(status));
+                }
+                let was_useful = started.elapsed() > LONG;
+                useless = if was_useful { 0 } else { useless + 1 };
+                tracing::error!(
+                    status = %Described(status),
+                    "the pager ended though its guest lives: it is started again"
+                );
+                self.pause(useless);
+                self.takeovers += 1;
+                // One that was killed did nothing wrong; one that gave up may know no better.
+                let refused = if code.is_some() { useless } else { 0 };
+                started = Instant::now();
+                match self.start(self.programs.choose(refused)) {
+                    Ok(()) => break,
+                    Err(error) => tracing::error!("{error:#}"),
+                }
+            }
+        }
+    }
+
+    fn start(&mut self, program: PathBuf) -> anyhow::Result<()> {
+        let child = Command::new(&program)
+            .arg("page")
+            .args(self.arguments)
+            .arg(format!("--supervisor={}", std::process::id()))
+            .arg(format!("--takeovers={}", self.takeovers))
+            .env_remove(TAKEOVERS)
+            .spawn()
+            .with_context(|| format!("starting {}", program.display()))?;
+        self.pager = Some(Pid::from_child(&child));
+        let sent = self.awaited.send(Awaited::Child(child));
+        sent.context("the thread that waits for the pager's end is gone")
+    }
+
+    /// Watches over a pager that another supervisor started.
+    fn watch(&mut self, pid: Pid, process: OwnedFd) -> anyhow::Result<()> {
+        let number = pid.as_raw_nonzero();
+        tracing::info!(pid = %number, "watching over the pager that is at work");
+        self.pager = Some(pid);
+        let sent = self.awaited.send(Awaited::Process(process));
+        sent.context("the thread that waits for the pager's end is gone")
+    }
+
+    fn pass_on(&self, signal: i32) {
+        let signal = Signal::from_named_raw(signal);
+        if let (Some(pager), Some(signal)) = (self.pager, signal)
+            && let Err(error) = kill_process(pager, signal)
+        {
+            tracing::debug!(%error, "the pager is gone already");
+        }
+    }
+
+    fn pause(&self, useless: u32) {
+        if useless < 2 {
+            return;
+        }
+        let pause = FIRST_PAUSE * 2u32.pow((useless - 2).min(10));
+        let until = Instant::now() + pause.min(LONGEST_PAUSE);
+        while let Some(left) = until.checked_duration_since(Instant::now()) {
+            // Signals ask for what cannot be had while the guest lives, and there is no pager that could end.
+            if let Err(RecvTimeoutError::Disconnected) = self.events.recv_timeout(left) {
+                return;
+            }
+        }
+    }
+
+    /// Whether there is a guest that a pager can go on with. Doubt counts as life: then the pager says
+    /// what is wrong, and nothing is touched.
+    fn guest_lives(&self) -> bool {
+        !matches!(
+            Orphan::find(&self.dir.join("state"), self.flags.uuid),
+            Ok(None)
+        )
+    }
+
+    /// Whether there was a guest and it has ended.
+    fn has_ended(&self) -> bool {
+        RunDir::at(&self.dir).was_served() && !self.guest_lives()
+    }
+
+    /// The pager has ended and no guest needs another.
+    fn conclude(&self, status: Option<ExitStatus>) -> ExitCode {
+        match status {
+            Some(status) if status.code().is_some() => {
+                // It has told and cleared up itself.
+                let code = status.code().and_then(|code| u8::try_from(code).ok());
+                code.map_or(ExitCode::FAILURE, ExitCode::from)
+            }
+            _ if self.has_ended() => {
+                self.clear();
+                ExitCode::SUCCESS
+            }
+            // Watched over only: it ended as it should, or it has left its reason.
+            None => ExitCode::SUCCESS,
+            Some(status) => {
+                let reason = format!("the pager ended before its guest came ({status})");
+                tracing::error!("{reason}");
+                RunDir::at(&self.dir).leave_error(&reason);
+                ExitCode::FAILURE
+            }
+        }
+    }
+
+    /// Nobody is left who would clear up after the guest. Its slabs' leases run out.
+    fn clear(&self) {
+        Orphan::clear(&self.dir.join("state"));
+        RunDir::at(&self.dir).remove();
+    }
+
+    /// Becomes the program that is installed now. Returns only where that fails.
+    fn become_anew(&self) -> anyhow::Error {
+        let error = Command::new(self.programs.choose(0))
+            .args(std::env::args_os().skip(1))
+            .env(TAKEOVERS, self.takeovers.to_string())
+            .exec();
+        // The pager would be missed more than the supervisor: systemd starts us again, or nobody.
+        anyhow::Error::new(error).context("starting this program anew")
+    }
+}
+
+/// How a pager ended, in words.
+struct Described(Option<ExitStatus>);
+
+impl std::fmt::Display for Described {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(status) => status.fmt(f),
+            None => f.write_str("unknown"),
+        }
+    }
+}
+
+/// Starts the thread that waits for pagers' ends, one after another.
+fn await_ends(events: Sender<Event>) -> io::Result<Sender<Awaited>> {
+    let (sender, awaited) = mpsc::channel();
+    let wait = move || {
+        for pager in awaited {
+            let ended = match pager {
+                Awaited::Child(child) => wait_for_child(child),
+                Awaited::Process(process) => wait_for_process(&process).map(|()| None),
+            };
+            let status = ended.unwrap_or_else(|error| {
+                tracing::error!(%error, "how the pager ended is not known");
+                None
+            });
+            if events.send(Event::Ended(status)).is_err() {
+                return;
+            }
+        }
+    };
+    std::thread::Builder::new()
+        .name("pager's end".to_owned())
+        .spawn(wait)?;
+    Ok(sender)
+}
+
+fn wait_for_child(mut child: Child) -> io::Result<Option<ExitStatus>> {
+    loop {
+        match child.wait() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            ended => return ended.map(Some),
+        }
+    }
+}
+
+fn wait_for_process(process: &OwnedFd) -> io::Result<()> {
+    loop {
+        let mut polled = [PollFd::new(process, PollFlags::IN)];
+        match poll(&mut polled, None) {
+            Ok(_) if !polled[0].revents().is_empty() => return Ok(()),
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+fn hear_signals(sender: Sender<Event>) -> io::Result<()> {
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
+    let hear = move || {
+        for signal in signals.forever() {
+            if sender.send(Event::Signal(signal)).is_err() {
+                return;
+            }
+        }
+    };
+    std::thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(hear)?;
+    Ok(())
+}
+
+/// Keeps others from supervising the same guest, for as long as what is returned is open.
+fn lock(dir: &Path) -> anyhow::Result<File> {
+    let file = File::open(dir).with_context(|| format!("cannot open {}", dir.display()))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => anyhow::bail!(
+            "a backend of this guest runs already in {}: is the guest running?",
+            dir.display()
+        ),
+        Err(error) => Err(error).with_context(|| format!("cannot lock {}", dir.display())),
+    }
+}
+
+/// The pager that serves the guest already, if there is one.
+fn pager_at_work(dir: &Path) -> Option<(Pid, OwnedFd)> {
+    let ask = || -> anyhow::Result<Reply> {
+        let mut stream = UnixStream::connect(dir.join("control.sock"))?;
+        stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+        let envelope = Envelope {
+            version: CONTROL_VERSION,
+            request: Request::Status,
+        };
+        write_frame(&mut stream, &envelope)?;
+        read_frame(&mut stream)?.context("no answer")
+    };
+    match ask() {
+        Ok(Reply::Status(status)) => {
+            let pid = Pid::from_raw(i32::try_from(status.backend_pid).ok()?)?;
+            Some((pid, pidfd_open(pid, PidfdFlags::empty()).ok()?))
+        }
+        Ok(_) => None,
+        Err(error) => {
+            tracing::debug!("no pager is at work: {error:#}");
+            None
+        }
+    }
+}
+
+/// A pager's view of its supervisor.
+pub(super) struct Mutual {
+    supervisor: Option<Pid>,
+    next: Option<Child>,
+    command: Vec<OsString>,
+}
+
+impl Mutual {
+    /// Of the process that was told to be our supervisor, if any.
+    pub(super) fn new(supervisor: Option<i32>) -> Self {
+        // Under systemd, systemd looks after it.
+        let is_ours = std::env::var_os("INVOCATION_ID").is_none();
+        Self {
+            supervisor: supervisor.filter(|_| is_ours).and_then(Pid::from_raw),
+            next: None,
+            command: std::env::args_os().skip(2).collect(),
+        }
+    }
+
+    /// Starts another supervisor where the one that there was has died.
+    pub(super) fn look_after(&mut self) {
+        let Some(supervisor) = self.supervisor else {
+            return;
+        };
+        let lives = match &mut self.next {
+            None => rustix::process::getppid() == Some(supervisor),
+            Some(next) => matches!(next.try_wait(), Ok(None)),
+        };
+        if lives {
+            return;
+        }
+        tracing::warn!("the supervisor has died: another is started");
+        let ours = |argument: &&OsString| {
+            let text = argument.as_encoded_bytes();
+            !text.starts_with(b"--supervisor=") && !text.starts_with(b"--takeovers=")
+        };
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg("run")
+            .args(self.command.iter().filter(ours))
+            .stdin(std::process::Stdio::null());
+        match command.spawn() {
+            Ok(child) => self.next = Some(child),
+            Err(error) => {
+                tracing::error!(%error, "no supervisor: if this process dies, 'outram restart' helps");
+                self.supervisor = None;
+            }
+        }
+    }
+}
