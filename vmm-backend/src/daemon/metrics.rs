@@ -534,6 +534,7 @@ mod tests {
                 "outram_removed_pages counter",
                 "outram_integrity_failures counter",
                 "outram_refused_reads counter",
+                "outram_takeovers counter",
                 "outram_stray_device_accesses counter",
                 "outram_fault_wait_seconds counter",
                 "outram_server_connected gauge",
