@@ -12,6 +12,8 @@ use outram_wire::tls::TlsFiles;
 use outram_wire::units::{Limit, LocalRatio, PageSize, UnitError, VmId, format_size, parse_size};
 use serde::Deserialize;
 
+use super::run_dir::STATE_DIR;
+use crate::pager::DISK_KEY;
 use crate::remote::{AddressError, ServerAddress};
 
 /// Where the settings of a host's backends lie.
@@ -304,7 +306,7 @@ impl Config {
             socket_user: flags.socket_user,
             incoming: flags.incoming,
             seal: flags.seal,
-            disk: disk(flags.disk_size, flags.disk_key_file)?,
+            disk: disk(flags.disk_size, flags.disk_key_file, &dir)?,
             dir,
             metrics: flags.metrics.or(file.metrics),
             shards,
@@ -346,10 +348,12 @@ fn dir(flags: &Flags, file: &File) -> PathBuf {
     run_dir.join(flags.uuid.to_string())
 }
 
-/// The far-memory disk's settings. The key's file is nobody's business any more once it is read.
+/// The far-memory disk's settings. The key's file is nobody's business any more once it is read; a
+/// backend that takes its guest over finds the key in the guest's state directory.
 fn disk(
     size_bytes: Option<u64>,
     key_file: Option<PathBuf>,
+    dir: &Path,
 ) -> Result<Option<DiskSettings>, ConfigError> {
     let (Some(size_bytes), Some(path)) = (size_bytes, key_file) else {
         return Ok(None);
@@ -361,9 +365,19 @@ fn disk(
         path: path.clone(),
         source,
     };
-    let text = std::fs::read_to_string(&path).map_err(unread)?;
+    let is_missing = |error: &std::io::Error| error.kind() == std::io::ErrorKind::NotFound;
+    let kept = dir.join(STATE_DIR).join(DISK_KEY);
+    let text = match std::fs::read_to_string(&path) {
+        Err(error) if is_missing(&error) && kept.exists() => {
+            std::fs::read_to_string(&kept).map_err(unread)?
+        }
+        read => read.map_err(unread)?,
+    };
     let key = text.trim().parse()?;
-    std::fs::remove_file(&path).map_err(unread)?;
+    match std::fs::remove_file(&path) {
+        Err(error) if !is_missing(&error) => return Err(unread(error)),
+        _ => {}
+    }
     Ok(Some(DiskSettings { size_bytes, key }))
 }
 

@@ -16,6 +16,7 @@ use super::config::Config;
 use super::stage::{Daemon, Stage};
 use super::termination::Terminations;
 use crate::device::{self, Device, DeviceConfig};
+use crate::far_disk::FarDisk;
 use crate::handover::{self, Options, Vmm, Way, discover};
 use crate::pager::{Course, HomingError, Orphan, Pager};
 use crate::remote::RemoteConfig;
@@ -327,11 +328,16 @@ pub(super) fn take_over_again(
     config: &Config,
     orphan: Orphan,
     remote: &RemoteConfig,
+    disk: Option<Arc<FarDisk>>,
 ) -> anyhow::Result<Guest> {
     let (way, userfaultfds) = (orphan.way(), orphan.userfaultfds().to_vec());
     let (vmm, pager) = orphan.take_over(remote)?;
     let pager = Arc::new(pager);
-    let device = Device::new(DeviceConfig::new(config.vm), Arc::clone(&pager) as _)?;
+    let device = DeviceConfig {
+        far_disk: disk,
+        ..DeviceConfig::new(config.vm)
+    };
+    let device = Device::new(device, Arc::clone(&pager) as _)?;
     tracing::info!(pid = vmm.pid, "memory taken over again");
     Ok(Guest {
         terminations: watch_terminations(&vmm),

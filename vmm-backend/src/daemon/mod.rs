@@ -28,11 +28,11 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use outram_wire::causes::with_causes;
 use outram_wire::incoming::Incoming;
 
-pub use config::{Config, ConfigError, Flags};
+pub use config::{Config, ConfigError, DiskSettings, Flags};
 pub use supervisor::supervise;
 
 use crate::engine::table::State;
-use crate::far_disk::{self, FarDisk, FarDiskConfig};
+use crate::far_disk::{self, DiskTable, FarDisk, FarDiskConfig};
 use crate::pager::{self, Orphan, PagerConfig, PreparedPager};
 use crate::remote::{RemoteConfig, Timing};
 use guest::GuestDoor;
@@ -50,6 +50,7 @@ const REFUSAL_LINGER: Duration = Duration::from_secs(60);
 /// system that outlives it. That of a guest that is there already is left alone.
 pub fn prepare(flags: Flags) -> anyhow::Result<()> {
     // The key is the pager's to read.
+    let disk_bytes = flags.disk_size;
     let config = Config::gather(Flags {
         disk_size: None,
         ..flags
@@ -59,7 +60,11 @@ pub fn prepare(flags: Flags) -> anyhow::Result<()> {
         return Ok(());
     }
     RunDir::make(&config.dir)?;
-    Ok(pager::prepare_state(&pager_config(&config), &dir.state())?)
+    let pager = PagerConfig {
+        disk_table_bytes: table_bytes(disk_bytes),
+        ..pager_config(&config)
+    };
+    Ok(pager::prepare_state(&pager, &dir.state())?)
 }
 
 fn pager_config(config: &Config) -> PagerConfig {
@@ -71,7 +76,12 @@ fn pager_config(config: &Config) -> PagerConfig {
         limit: config.limit,
         shards: config.shards,
         seal: config.seal,
+        disk_table_bytes: table_bytes(config.disk.as_ref().map(|disk| disk.size_bytes)),
     }
+}
+
+fn table_bytes(disk_bytes: Option<u64>) -> u64 {
+    disk_bytes.map_or(0, DiskTable::bytes)
 }
 
 /// Pages one guest until that guest has ended. Refuses with a reason, which is also
@@ -122,11 +132,11 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
         return Ok(());
     }
     let prepared = PreparedPager::new(pager_config(&config), &remote, &dir.state())?;
-    let disk = match open_disk(&config, &remote) {
+    let disk = match open_disk(&config, &remote, &prepared) {
         Ok(disk) => disk,
         Err(error) => {
             prepared.close();
-            return Err(error.into());
+            return Err(error);
         }
     };
     let daemon = Daemon::new(config, Some(prepared), disk);
@@ -141,14 +151,23 @@ fn serve_again(
     orphan: Orphan,
     remote: &RemoteConfig,
 ) -> anyhow::Result<()> {
-    if config.disk.is_some() {
-        anyhow::bail!(
-            "the guest's backend has died, and with it what it knew of the far-memory disk: the guest cannot go on; 'virsh destroy' it"
-        );
-    }
+    let disk = match &config.disk {
+        Some(settings) => {
+            let table = DiskTable::new(orphan.disk_table()?, settings.size_bytes)
+                .context("the table of the guest's far-memory disk")?;
+            let remote = RemoteConfig {
+                addresses: orphan.addresses()?,
+                ..remote.clone()
+            };
+            // It waits for no server before the guest uses it again.
+            let far = far_disk_config(&config, settings, &remote);
+            Some(Arc::new(FarDisk::incoming(far, table)))
+        }
+        None => None,
+    };
     tracing::warn!(name = %config.name, "the guest's backend has died: its memory is taken over");
-    let guest = guest::take_over_again(&config, orphan, remote)?;
-    let daemon = Arc::new(Daemon::new(config, None, None));
+    let guest = guest::take_over_again(&config, orphan, remote, disk.clone())?;
+    let daemon = Arc::new(Daemon::new(config, None, disk));
     guest::serve(&daemon, guest);
     open_doors(daemon, dir)
 }
@@ -176,11 +195,27 @@ fn open_doors(daemon: Arc<Daemon>, dir: &RunDir) -> anyhow::Result<()> {
 fn open_disk(
     config: &Config,
     remote: &RemoteConfig,
-) -> Result<Option<Arc<FarDisk>>, far_disk::DiskError> {
+    prepared: &PreparedPager,
+) -> anyhow::Result<Option<Arc<FarDisk>>> {
     let Some(settings) = &config.disk else {
         return Ok(None);
     };
-    let far = FarDiskConfig {
+    let words = prepared.keep_disk(&settings.key.to_string())?;
+    let table = DiskTable::new(words, settings.size_bytes)?;
+    let far = far_disk_config(config, settings, remote);
+    let disk = match config.incoming {
+        Some(_) => FarDisk::incoming(far, table),
+        None => FarDisk::create(far, table)?,
+    };
+    Ok(Some(Arc::new(disk)))
+}
+
+fn far_disk_config(
+    config: &Config,
+    settings: &DiskSettings,
+    remote: &RemoteConfig,
+) -> FarDiskConfig {
+    FarDiskConfig {
         vm: config.vm,
         size_bytes: settings.size_bytes,
         key: settings.key,
@@ -189,12 +224,7 @@ fn open_disk(
             data_connections: far_disk::DATA_CONNECTIONS,
             ..remote.clone()
         },
-    };
-    let disk = match config.incoming {
-        Some(_) => FarDisk::incoming(far),
-        None => FarDisk::create(far)?,
-    };
-    Ok(Some(Arc::new(disk)))
+    }
 }
 
 /// Watches over the guest until it has ended, or will not come.

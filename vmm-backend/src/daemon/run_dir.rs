@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use nix::unistd::{Group, User};
 
+/// Name of the folder that the guest's tmpfs is mounted at.
+pub(super) const STATE_DIR: &str = "state";
+
 /// The directory.
 pub(super) struct RunDir {
     path: PathBuf,
@@ -57,7 +60,7 @@ impl RunDir {
 
     /// Where the guest's tmpfs is mounted.
     pub(super) fn state(&self) -> PathBuf {
-        self.path.join("state")
+        self.path.join(STATE_DIR)
     }
 
     /// Whether a guest was served there by a process that has not cleared up, or is at work still. (A

@@ -1,5 +1,6 @@
 //! What the backend's threads share: its configuration, and how far the guest's life has come.
 
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,14 +11,16 @@ use outram_wire::units::format_size;
 use super::config::Config;
 use super::guest::Guest;
 use super::lost_pages;
+use super::run_dir::STATE_DIR;
 use crate::far_disk::FarDisk;
-use crate::pager::{Course, HEADROOM_BYTES, MemoryReport, PreparedPager};
+use crate::pager::{Course, DISK_TABLE, HEADROOM_BYTES, MemoryReport, PreparedPager};
 
 /// Anonymous memory of a backend that is not counted against its guest's limit: code's data,
 /// stacks, connection buffers, and the eviction queue of a guest with up to 64 GiB resident.
 pub(super) const FIXED_ANON_BYTES: u64 = 64 << 20;
 
-/// Anonymous memory of a far-memory disk beside its table: buffers of its requests and connections.
+/// Anonymous memory of a far-memory disk: buffers of its requests and connections. Its table lies beside
+/// the page table.
 const DISK_ANON_BYTES: u64 = 32 << 20;
 
 /// How far the guest's life has come.
@@ -111,10 +114,17 @@ impl Daemon {
 
     /// Anonymous memory that a far-memory disk adds at most.
     fn disk_anon_bytes(&self) -> u64 {
-        let disk = self.disk.as_ref();
-        disk.map_or(0, |disk| {
-            DISK_ANON_BYTES + FarDisk::table_bytes(disk.size_bytes())
-        })
+        self.disk.as_ref().map_or(0, |_| DISK_ANON_BYTES)
+    }
+
+    /// What the table of a far-memory disk takes, by the kernel's own count.
+    fn disk_table_bytes(&self) -> u64 {
+        let path = self.config.dir.join(STATE_DIR).join(DISK_TABLE);
+        let blocks = self
+            .disk
+            .as_ref()
+            .and_then(|_| std::fs::metadata(path).ok());
+        blocks.map_or(0, |found| found.blocks() * 512)
     }
 
     /// Everything known.
@@ -165,7 +175,7 @@ impl Daemon {
             waiting_faults: memory.waiting_faults,
             kernel_memfd_bytes: memory.kernel_memfd,
             kernel_staging_bytes: memory.kernel_staging,
-            kernel_table_bytes: memory.kernel_table,
+            kernel_table_bytes: memory.kernel_table + self.disk_table_bytes(),
             kernel_anon_bytes: anonymous_bytes(),
             fixed_anon_bytes: FIXED_ANON_BYTES + self.disk_anon_bytes(),
             headroom_bytes: HEADROOM_BYTES,

@@ -1,7 +1,9 @@
 //! The vhost-user back end: what a front end says, and what becomes of it.
 //!
 //! No in-flight descriptors are offered: requests are served one at a time and in order within a
-//! queue, so that the used index alone tells where to go on after a front end has reconnected.
+//! queue, so that the used index alone tells where to go on after a front end has reconnected, or
+//! after this process died. (The vhost-user specification's section on tracking of in-flight I/O says
+//! so too: descriptors need to be kept only where they are not processed in order.)
 
 use std::fs::File;
 use std::io;

@@ -53,12 +53,17 @@ impl BlockKeys {
     /// Of a new opening.
     pub(super) fn draw(secret: &Secret, seal: Seal) -> io::Result<Self> {
         let salt = Salt::draw(seal).map_err(io::Error::other)?;
-        Ok(Self {
+        Ok(Self::again(secret, salt))
+    }
+
+    /// Of an opening that a former backend began. No generation of it may be drawn twice.
+    pub(super) fn again(secret: &Secret, salt: Salt) -> Self {
+        Self {
             own: make(secret, salt),
             secret: secret.clone(),
             salt,
             others: Mutex::default(),
-        })
+        }
     }
 
     /// What names this opening.

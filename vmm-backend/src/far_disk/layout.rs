@@ -73,6 +73,11 @@ impl Layout {
         })
     }
 
+    /// Bytes of the slabs that it is made for.
+    pub(super) fn slab_bytes(&self) -> u64 {
+        u64::from(self.slab_bytes)
+    }
+
     /// Extents of the disk.
     pub(super) fn extents(&self) -> u32 {
         self.blocks.div_ceil(self.extent_blocks)

@@ -9,6 +9,9 @@
 //! a migration. The latest claim wins. So it is opened no earlier than its first use, for until then
 //! another host's guest may be using it; see [`FarDisk::resume`].
 //!
+//! A backend that died is a different matter: what it knew of the open disk stands in a table that
+//! outlives it (see [`DiskTable`]), and its successor goes on with that.
+//!
 //! The module knows neither virtio nor the pager. Its callers wait for the network; the pager's
 //! threads never do so here. What would wait for a server out of reach can be interrupted, and the
 //! request be made again later: each is whole blocks to a fixed place, and may be done twice.
@@ -23,11 +26,12 @@ mod line;
 mod opening;
 mod ranges;
 mod store;
+mod table;
 #[cfg(test)]
 pub(crate) mod tests;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use outram_wire::causes::with_causes;
@@ -41,6 +45,8 @@ use crate::remote::{RemoteConfig, RemoteError};
 use key::Identity;
 use line::Over;
 use store::Store;
+
+pub use table::{DiskTable, TableError};
 
 /// How often what waits looks whether it is interrupted.
 const LOOK: Duration = Duration::from_millis(50);
@@ -100,6 +106,9 @@ pub enum DiskError {
     /// A slab that is not this disk's.
     #[error("slab {0} on a memory server is not this disk's, or was changed")]
     Foreign(SlabId),
+    /// A slab in which blocks lie is not there any more.
+    #[error("slab {0} of the disk is gone from its memory server")]
+    SlabGone(SlabId),
     /// It failed while being loaded.
     #[error(transparent)]
     Fault(#[from] DiskFault),
@@ -162,6 +171,7 @@ impl<'a> Interrupt<'a> {
 pub struct FarDisk {
     config: FarDiskConfig,
     identity: Identity,
+    table: Arc<DiskTable>,
     access: Mutex<Access>,
     /// Held by whoever opens the disk.
     opening: Mutex<()>,
@@ -172,8 +182,9 @@ pub struct FarDisk {
 
 /// How far a disk is open.
 enum Access {
-    /// To be claimed by the first who uses it.
-    Closed,
+    /// To be claimed by the first who uses it, once nobody is at work any more with the store that it
+    /// was before: both have one table.
+    Closed(Weak<Store>),
     Open(Arc<Store>),
     /// It cannot be opened, for this reason.
     Failed(String),
@@ -191,27 +202,22 @@ struct Tally {
 
 impl FarDisk {
     /// A new, empty disk: every byte of it is set aside on the servers.
-    pub fn create(config: FarDiskConfig) -> Result<Self, DiskError> {
-        let identity = Identity::derive(config.vm, &config.key);
-        let store = opening::create(&config, &identity)?;
-        Ok(Self::with_access(
-            config,
-            identity,
-            Access::Open(Arc::new(store)),
-        ))
+    pub fn create(config: FarDiskConfig, table: DiskTable) -> Result<Self, DiskError> {
+        let disk = Self::incoming(config, table);
+        let store = opening::create(&disk.config, &disk.identity, &disk.table)?;
+        *disk.access() = Access::Open(Arc::new(store));
+        Ok(disk)
     }
 
-    /// The disk as it was left, or is being used until its guest is here: claimed at its first use.
-    pub fn incoming(config: FarDiskConfig) -> Self {
+    /// The disk as it was left, or is being used until its guest is here, or, where the table says that
+    /// it was open, as a backend that died had it: claimed at its first use.
+    pub fn incoming(config: FarDiskConfig, table: DiskTable) -> Self {
         let identity = Identity::derive(config.vm, &config.key);
-        Self::with_access(config, identity, Access::Closed)
-    }
-
-    fn with_access(config: FarDiskConfig, identity: Identity, access: Access) -> Self {
         Self {
             config,
             identity,
-            access: Mutex::new(access),
+            table: Arc::new(table),
+            access: Mutex::new(Access::Closed(Weak::new())),
             opening: Mutex::default(),
             may_reclaim: AtomicBool::new(false),
             tally: Tally::default(),
@@ -271,7 +277,7 @@ impl FarDisk {
         let mut access = self.access();
         if matches!(&*access, Access::Failed(_)) {
             // What kept it from being opened may be mended by now.
-            *access = Access::Closed;
+            *access = Access::Closed(Weak::new());
         }
     }
 
@@ -336,14 +342,9 @@ impl FarDisk {
             Access::Failed(reason) => {
                 (status.state, status.detail) = (DiskState::Lost, Some(reason.clone()));
             }
-            Access::Closed | Access::Ended => {}
+            Access::Closed(_) | Access::Ended => {}
         }
         status
-    }
-
-    /// Memory that the tables of a disk of so many bytes take at most: eight bytes a block.
-    pub fn table_bytes(size_bytes: u64) -> u64 {
-        size_bytes.div_ceil(layout::BLOCK as u64) * 8
     }
 
     fn access(&self) -> MutexGuard<'_, Access> {
@@ -355,7 +356,7 @@ impl FarDisk {
     fn opened(&self) -> Option<Result<Arc<Store>, DiskFault>> {
         match &*self.access() {
             Access::Open(store) => Some(Ok(Arc::clone(store))),
-            Access::Closed => None,
+            Access::Closed(_) => None,
             Access::Failed(reason) => Some(Err(DiskFault::Unopened(reason.clone()))),
             Access::Ended => Some(Err(DiskFault::Ended)),
         }
@@ -375,7 +376,11 @@ impl FarDisk {
             if interrupt.is_wanted() {
                 return Err(DiskFault::Interrupted);
             }
-            match opening::claim(&self.config, &self.identity, interrupt) {
+            if self.is_left_behind() {
+                std::thread::sleep(LOOK);
+                continue;
+            }
+            match opening::claim(&self.config, &self.identity, &self.table, interrupt) {
                 Ok(store) => self.settle(Access::Open(Arc::new(store))),
                 Err(error) if opening::may_pass(&error) => {
                     tracing::warn!(
@@ -391,6 +396,11 @@ impl FarDisk {
                 }
             }
         }
+    }
+
+    /// Whether somebody is at work still with a store that was claimed by another.
+    fn is_left_behind(&self) -> bool {
+        matches!(&*self.access(), Access::Closed(former) if former.strong_count() > 0)
     }
 
     /// Acts on the open disk; on the disk claimed back, should another have claimed it before our guest
@@ -418,7 +428,9 @@ impl FarDisk {
                 let may = self.may_reclaim.swap(false, Ordering::AcqRel);
                 if may {
                     tracing::warn!("the far-memory disk was claimed elsewhere: claiming it back");
-                    *access = Access::Closed;
+                    // What the other did is not in it.
+                    self.table.close();
+                    *access = Access::Closed(Arc::downgrade(claimed));
                 }
                 may
             }
@@ -430,7 +442,7 @@ impl FarDisk {
     /// Ends an opening, unless the guest has ended meanwhile.
     fn settle(&self, outcome: Access) {
         let mut access = self.access();
-        if matches!(*access, Access::Closed) {
+        if matches!(*access, Access::Closed(_)) {
             *access = outcome;
         }
     }

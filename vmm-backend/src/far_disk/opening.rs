@@ -1,4 +1,8 @@
-//! Opening a disk: as a new one, or as it was left on its servers.
+//! Opening a disk: as a new one, as it was left on its servers, or as a backend that died had it.
+//!
+//! All that a server says of a disk that was left is believed, if its tags are sound: nobody here knows
+//! better. Of a disk that a backend had open when it died, the table does: what the servers have of it
+//! is only asked where a change was under way.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,23 +13,28 @@ use outram_wire::causes::with_causes;
 use outram_wire::server::{DiskShape, Opening, Refusal, SlabId};
 
 use super::block_keys::BlockKeys;
-use super::extents::{Extents, Place, StoredExtent};
+use super::extents::{Extents, Place, StoredExtent, Unfinished, runs_of};
 use super::key::Identity;
-use super::layout::{HEADER, Layout, Run, decode_header, entries};
+use super::layout::{Entry, HEADER, Layout, Run, decode_header, entries};
 use super::line::{Line, LineState};
 use super::store::{Store, StoreKeys};
+use super::table::{DiskTable, FormerOpening};
 use super::{DiskError, DiskFault, FarDiskConfig, Interrupt};
 use crate::remote::{DiskOpening, RemoteError, Session, SessionEvent};
 
 /// Most blocks whose entries are loaded at once.
 const MOST_LOADED: u32 = 32 * 1024;
 /// No generation beyond it is believed.
-const LAST_GENERATION: u64 = 1 << 62;
+const LAST_GENERATION: u64 = 1 << 61;
 /// How long a server may take to notice that a former backend of the guest has ended.
 const FORMER_USER: Duration = Duration::from_secs(5);
 
 /// Makes a new, empty disk; what a parked one of the same name holds is dropped.
-pub(super) fn create(config: &FarDiskConfig, identity: &Identity) -> Result<Store, DiskError> {
+pub(super) fn create(
+    config: &FarDiskConfig,
+    identity: &Identity,
+    table: &Arc<DiskTable>,
+) -> Result<Store, DiskError> {
     let parts = config.remote.addresses.len() as u32;
     let opening = |part| {
         Opening::Create(DiskShape {
@@ -45,8 +54,9 @@ pub(super) fn create(config: &FarDiskConfig, identity: &Identity) -> Result<Stor
     };
     match reserve(config, &lines) {
         Ok(layout) => {
-            let keys = keys(config, identity)?;
-            Ok(Store::new(layout, lines, keys, Extents::default(), 1, 0))
+            let keys = begin(config, identity, table, &layout, 1)?;
+            table.open();
+            Ok(Store::new(layout, lines, keys, Extents::new(table), 1, 0))
         }
         Err(error) => {
             give_up(&lines);
@@ -55,9 +65,21 @@ pub(super) fn create(config: &FarDiskConfig, identity: &Identity) -> Result<Stor
     }
 }
 
-/// The keys of a new opening.
-fn keys(config: &FarDiskConfig, identity: &Identity) -> Result<StoreKeys, DiskError> {
+/// Begins an opening in the table; its keys.
+fn begin(
+    config: &FarDiskConfig,
+    identity: &Identity,
+    table: &DiskTable,
+    layout: &Layout,
+    first_generation: u64,
+) -> Result<StoreKeys, DiskError> {
     let blocks = BlockKeys::draw(&identity.blocks, config.seal).map_err(DiskError::Key)?;
+    let opening = FormerOpening {
+        slab_bytes: layout.slab_bytes(),
+        first_generation,
+        salt: blocks.salt(),
+    };
+    table.begin(opening, layout.extents());
     Ok(StoreKeys {
         headers: identity.tags.clone(),
         blocks,
@@ -95,15 +117,31 @@ fn reserve(config: &FarDiskConfig, lines: &[Line]) -> Result<Layout, DiskError> 
     Ok(layout)
 }
 
-/// Claims the disk as it was left, and loads which of its blocks are written.
+/// Claims the disk: as a backend that died had it open, by the table, or as it was left.
 pub(super) fn claim(
     config: &FarDiskConfig,
     identity: &Identity,
+    table: &Arc<DiskTable>,
     interrupt: &Interrupt<'_>,
 ) -> Result<Store, DiskError> {
     let lines = connect(config, identity, |_| Opening::Claim)?;
     check_parts(config, &lines)?;
     let layout = layout(config, &lines)?;
+    match table.former() {
+        Some(former) => go_on(former, layout, lines, identity, table, interrupt),
+        None => load(config, layout, lines, identity, table, interrupt),
+    }
+}
+
+/// Loads which blocks of the disk are written.
+fn load(
+    config: &FarDiskConfig,
+    layout: Layout,
+    lines: Vec<Line>,
+    identity: &Identity,
+    table: &Arc<DiskTable>,
+    interrupt: &Interrupt<'_>,
+) -> Result<Store, DiskError> {
     let mut loaded = Loaded::default();
     for (number, line) in lines.iter().enumerate() {
         for slab in line.held(interrupt)? {
@@ -114,27 +152,138 @@ pub(super) fn claim(
                         line: number,
                         slab,
                     };
-                    loaded.take(StoredExtent::new(place, generations), &lines)?;
+                    loaded.take(Found { place, generations }, &lines)?;
                 }
                 // Leased and not used yet, or to be released, when it was parked.
                 None => line.session.release_slab(slab),
             }
         }
     }
-    let keys = keys(config, identity)?;
-    let (next, written) = (loaded.last_generation + 1, loaded.written_blocks());
+    let next = loaded.last_generation + 1;
+    let keys = begin(config, identity, table, &layout, next)?;
+    let extents = loaded.finish(&layout, table);
+    let written = extents.written_blocks();
+    table.open();
     tracing::info!(
         written_blocks = written,
         "the far-memory disk is claimed as it was left"
     );
-    Ok(Store::new(
-        layout,
-        lines,
-        keys,
-        loaded.finish(),
-        next,
-        written,
-    ))
+    Ok(Store::new(layout, lines, keys, extents, next, written))
+}
+
+/// Goes on with the disk as the table has it, and finds out what became of changes that were under way.
+fn go_on(
+    former: FormerOpening,
+    layout: Layout,
+    lines: Vec<Line>,
+    identity: &Identity,
+    table: &Arc<DiskTable>,
+    interrupt: &Interrupt<'_>,
+) -> Result<Store, DiskError> {
+    if former.slab_bytes != layout.slab_bytes() {
+        return Err(DiskError::OtherServers);
+    }
+    let places = table.places(layout.extents());
+    for (number, line) in lines.iter().enumerate() {
+        let held = line.held(interrupt)?;
+        let own = places.iter().filter(|place| place.line == number);
+        if let Some(gone) = own.clone().find(|place| !held.contains(&place.slab)) {
+            return Err(DiskError::SlabGone(gone.slab));
+        }
+        let known: Vec<SlabId> = own.map(|place| place.slab).collect();
+        // Leased and not used yet, or given up already.
+        let unknown = held.into_iter().filter(|slab| !known.contains(slab));
+        unknown.for_each(|slab| line.session.release_slab(slab));
+    }
+    let extents = Extents::new(table);
+    let successor = Successor {
+        layout: &layout,
+        table,
+        former: &former,
+    };
+    for place in places {
+        let line = lines.get(place.line).ok_or(DiskError::OtherServers)?;
+        let stored = StoredExtent::again(table, &layout, place);
+        let bytes = line.read(&[layout.header_at(place.slab)], interrupt)?;
+        let header: [u8; HEADER] = bytes
+            .try_into()
+            .map_err(|_| DiskError::Foreign(place.slab))?;
+        match decode_header(&identity.tags, &header) {
+            Ok(Some(extent)) if extent == place.extent => {}
+            // Its release was under way.
+            Ok(None) => stored.set_may_lack_header(true),
+            _ => return Err(DiskError::Foreign(place.slab)),
+        }
+        successor.settle(&stored, line, interrupt)?;
+        extents.insert(place.extent, stored);
+    }
+    let written = extents.written_blocks();
+    tracing::info!(
+        written_blocks = written,
+        "the far-memory disk is taken over as it was"
+    );
+    let keys = StoreKeys {
+        headers: identity.tags.clone(),
+        blocks: BlockKeys::again(&identity.blocks, former.salt),
+    };
+    let first = former.first_generation;
+    Ok(Store::new(layout, lines, keys, extents, first, written))
+}
+
+/// Whoever goes on with the opening of a backend that died.
+struct Successor<'a> {
+    layout: &'a Layout,
+    table: &'a DiskTable,
+    former: &'a FormerOpening,
+}
+
+impl Successor<'_> {
+    /// Settles what of an extent was being changed: the server has each block from before the change or
+    /// from after it.
+    fn settle(
+        &self,
+        stored: &StoredExtent,
+        line: &Line,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskError> {
+        let whole = Run {
+            first: 0,
+            count: stored.blocks(),
+        };
+        let pieces = runs_of(whole, |place| stored.unfinished(place).is_some());
+        for (piece, _) in pieces.into_iter().filter(|(_, unfinished)| *unfinished) {
+            let mut first = piece.first;
+            while first < piece.end() {
+                let count = MOST_LOADED.min(piece.end() - first);
+                let run = Run { first, count };
+                let at = self.layout.entries_at(stored.place.slab, run);
+                let bytes = line.read(&[at], interrupt)?;
+                for (place, entry) in run.places().zip(entries(&bytes)) {
+                    self.settle_block(stored, place, &entry);
+                }
+                first += count;
+            }
+        }
+        Ok(())
+    }
+
+    fn settle_block(&self, stored: &StoredExtent, place: u32, told: &Entry) {
+        let certain = stored.generation(place);
+        let is_possible = |change: Unfinished| {
+            let drawn = self.former.first_generation..self.table.next_generation();
+            let is_later = told.generation > certain && drawn.contains(&told.generation);
+            told.generation == certain
+                || (change.clearing && told.generation == 0)
+                || (change.writing && is_later && told.salt == self.former.salt)
+        };
+        match stored.unfinished(place) {
+            Some(change) if is_possible(change) => {
+                stored.set_generation(place, told.generation);
+            }
+            // It is an error until it is written whole.
+            _ => stored.doubt(place, certain),
+        }
+    }
 }
 
 /// Opens a session with each server.
@@ -267,28 +416,39 @@ fn load_slab(
     Ok(Some((extent, generations)))
 }
 
+/// What was found of an extent.
+struct Found {
+    place: Place,
+    generations: Vec<u64>,
+}
+
+impl Found {
+    fn is_written(&self) -> bool {
+        self.generations.iter().any(|own| *own != 0)
+    }
+}
+
 /// Extents found so far.
 #[derive(Default)]
 struct Loaded {
-    extents: HashMap<u32, StoredExtent>,
+    extents: HashMap<u32, Found>,
     last_generation: u64,
 }
 
 impl Loaded {
     /// Takes one in. Of two slabs for one extent, one that is empty had been given up.
-    fn take(&mut self, found: StoredExtent, lines: &[Line]) -> Result<(), DiskError> {
-        let places = 0..found.blocks();
-        let latest = places.map(|place| found.generation(place)).max();
-        self.last_generation = self.last_generation.max(latest.unwrap_or(0));
+    fn take(&mut self, found: Found, lines: &[Line]) -> Result<(), DiskError> {
+        let latest = found.generations.iter().max();
+        self.last_generation = self.last_generation.max(latest.copied().unwrap_or(0));
         let extent = found.place.extent;
         let kept = match self.extents.remove(&extent) {
             None => found,
             Some(other) => {
-                let (kept, empty) = match found.written() {
-                    0 => (other, found),
-                    _ => (found, other),
+                let (kept, empty) = match found.is_written() {
+                    false => (other, found),
+                    true => (found, other),
                 };
-                if empty.written() > 0 {
+                if empty.is_written() {
                     return Err(DiskError::Foreign(empty.place.slab));
                 }
                 let place = empty.place;
@@ -300,14 +460,11 @@ impl Loaded {
         Ok(())
     }
 
-    fn written_blocks(&self) -> u64 {
-        let written = self.extents.values().map(StoredExtent::written);
-        written.map(u64::from).sum()
-    }
-
-    fn finish(self) -> Extents {
-        let extents = Extents::default();
-        for (number, stored) in self.extents {
+    fn finish(self, layout: &Layout, table: &Arc<DiskTable>) -> Extents {
+        let extents = Extents::new(table);
+        for (number, found) in self.extents {
+            let generations = found.generations.into_iter();
+            let stored = StoredExtent::new(table, layout, found.place, generations);
             extents.insert(number, stored);
         }
         extents

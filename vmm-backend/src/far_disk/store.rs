@@ -3,10 +3,11 @@
 //! A block and its entry are written by one request, which a server carries out whole or not at
 //! all, and acknowledged before the caller goes on. So a block is never in any state but before or
 //! after a write, also for whoever loads the disk from its slabs later. An interrupted change leaves
-//! it open which; it is looked up before the block is used again.
+//! it open which; it is looked up before the block is used again. The table says of each change that it
+//! is under way before it is sent, so that whoever goes on after this process knows where to look.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, Ordering};
 
 use super::block_keys::BlockKeys;
 use super::extents::{Extents, Place, StoredExtent, runs_of};
@@ -32,7 +33,6 @@ pub(super) struct Store {
     keys: StoreKeys,
     /// From here on generations are this opening's own.
     first_generation: u64,
-    next_generation: AtomicU64,
     written_blocks: AtomicI64,
 }
 
@@ -45,13 +45,13 @@ pub(super) struct StoreKeys {
 }
 
 impl Store {
-    /// A disk of which `extents` are written, with generations below `next_generation`.
+    /// A disk of which `extents` are written; those from `first_generation` on by this opening.
     pub(super) fn new(
         layout: Layout,
         lines: Vec<Line>,
         keys: StoreKeys,
         extents: Extents,
-        next_generation: u64,
+        first_generation: u64,
         written_blocks: u64,
     ) -> Self {
         Self {
@@ -60,8 +60,7 @@ impl Store {
             extents,
             ranges: Ranges::default(),
             keys,
-            first_generation: next_generation,
-            next_generation: AtomicU64::new(next_generation),
+            first_generation,
             written_blocks: AtomicI64::new(written_blocks as i64),
         }
     }
@@ -316,13 +315,13 @@ impl Store {
             line.session.release_slab(slab);
             return Err(error);
         }
-        let generations = vec![0; self.layout.blocks_of(extent) as usize];
         let place = Place {
             extent,
             line: number,
             slab,
         };
-        let stored = StoredExtent::new(place, generations);
+        let none = (0..self.layout.blocks_of(extent)).map(|_| 0);
+        let stored = StoredExtent::new(self.extents.table(), &self.layout, place, none);
         Ok(self.extents.insert(extent, stored))
     }
 
@@ -357,7 +356,7 @@ impl Store {
             }
             let generations: Vec<u64> = piece
                 .places()
-                .map(|_| self.next_generation.fetch_add(1, Ordering::Relaxed))
+                .map(|_| self.extents.table().draw_generation())
                 .collect();
             let mut told = Vec::with_capacity(piece.count as usize * ENTRY);
             let at = (piece.first - run.first) as usize * BLOCK;
@@ -372,6 +371,7 @@ impl Store {
                 self.layout.blocks_at(stored.place.slab, piece),
                 self.layout.entries_at(stored.place.slab, piece),
             ];
+            announce(stored, piece, &generations);
             let written = self.line(stored).write(&places, &payload, interrupt);
             self.note(stored, piece, &generations, written)?;
         }
@@ -433,8 +433,10 @@ impl Store {
                 let part = Run { first, count };
                 let place = self.layout.entries_at(stored.place.slab, part);
                 let zeros = vec![0; place.length as usize];
+                let none = vec![0; count as usize];
+                announce(stored, part, &none);
                 let cleared = self.line(stored).write(&[place], &[&zeros], interrupt);
-                self.note(stored, part, &vec![0; count as usize], cleared)?;
+                self.note(stored, part, &none, cleared)?;
                 first += count;
             }
         }
@@ -543,6 +545,13 @@ impl Store {
                 Err(error)
             }
         }
+    }
+}
+
+/// Notes, for a successor, which blocks are about to be given which generations.
+fn announce(stored: &StoredExtent, run: Run, generations: &[u64]) {
+    for (place, generation) in run.places().zip(generations) {
+        stored.announce(place, *generation);
     }
 }
 

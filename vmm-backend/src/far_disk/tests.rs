@@ -24,6 +24,17 @@ impl Dice {
     }
 }
 
+/// With a table that nobody finds again.
+fn create(config: FarDiskConfig) -> Result<FarDisk, DiskError> {
+    let table = DiskTable::in_memory(config.size_bytes);
+    FarDisk::create(config, table)
+}
+
+fn incoming(config: FarDiskConfig) -> FarDisk {
+    let table = DiskTable::in_memory(config.size_bytes);
+    FarDisk::incoming(config, table)
+}
+
 /// A disk's servers, each behind a gate.
 pub(crate) struct World {
     pub(crate) pki: Pki,
@@ -62,7 +73,7 @@ impl World {
     }
 
     pub(crate) fn create(&self) -> FarDisk {
-        FarDisk::create(self.config()).expect("there is room")
+        create(self.config()).expect("there is room")
     }
 
     fn leased_bytes(&self) -> u64 {
@@ -154,7 +165,7 @@ fn live(seed: u64, slabs: &[u64], steps: usize) {
             }
             _ => {
                 disk.end(true);
-                disk = FarDisk::incoming(world.config());
+                disk = incoming(world.config());
             }
         }
     }
@@ -242,7 +253,7 @@ fn a_disk_that_does_not_fit_is_refused_and_leaves_nothing() {
         size_bytes: 40 * SLAB,
         ..world.config()
     };
-    let error = FarDisk::create(config).err().expect("8 MiB are lent");
+    let error = create(config).err().expect("8 MiB are lent");
     assert!(with_causes(&error).contains("server is full"), "{error}");
     let stats = world.servers[0].stats();
     assert!(
@@ -265,7 +276,7 @@ fn a_server_started_anew_gives_errors_and_no_zeros() {
     assert!(matches!(refused, Err(DiskFault::Lost(_))), "{refused:?}");
     let status = disk.status();
     assert_eq!((status.state, status.errors), (DiskState::Lost, 2));
-    let later = FarDisk::incoming(world.config());
+    let later = incoming(world.config());
     let error = read(&later, 0, 4096).expect_err("there is no such disk");
     assert!(matches!(error, DiskFault::Unopened(_)), "{error:?}");
 }
@@ -304,7 +315,7 @@ fn a_changed_or_older_block_is_an_error_and_counted() {
     let status = disk.status();
     assert_eq!((status.integrity_failures, status.errors), (2, 2));
     // One block in the place of another.
-    let swap = FarDisk::incoming(world.config());
+    let swap = incoming(world.config());
     write(&swap, 0, &[3; 8192]);
     let other = super::tests::store(&swap);
     let block = other.lines[0]
@@ -328,7 +339,7 @@ fn nothing_of_a_block_shows_at_its_server_unless_it_may() {
             seal,
             ..world.config()
         };
-        let disk = FarDisk::create(config.clone()).expect("there is room");
+        let disk = create(config.clone()).expect("there is room");
         let secret = b"what nobody else may read ";
         let bytes = secret.repeat(400)[..8192].to_vec();
         write(&disk, 4096, &bytes);
@@ -354,7 +365,7 @@ fn nothing_of_a_block_shows_at_its_server_unless_it_may() {
             Seal::On => Seal::Off,
             Seal::Off => Seal::On,
         };
-        let later = FarDisk::incoming(FarDiskConfig {
+        let later = incoming(FarDiskConfig {
             seal: other,
             ..config
         });
@@ -411,7 +422,7 @@ fn a_server_cannot_pass_a_foreign_slab_off_as_the_disks() {
         .expect("meddled");
     drop(store);
     disk.end(true);
-    let error = read(&FarDisk::incoming(world.config()), 0, 4096).expect_err("foreign");
+    let error = read(&incoming(world.config()), 0, 4096).expect_err("foreign");
     assert!(error.to_string().contains("not this disk's"), "{error}");
 }
 
@@ -420,7 +431,7 @@ fn the_latest_claim_wins_and_a_resumed_guest_claims_back() {
     let world = World::new(&[SLAB]);
     let source = world.create();
     write(&source, 0, &[1; 4096]);
-    let destination = FarDisk::incoming(world.config());
+    let destination = incoming(world.config());
     assert_eq!(destination.status().state, DiskState::Parked);
     assert_eq!(read(&destination, 0, 4096), Ok(vec![1; 4096]));
     write(&destination, 4096, &[2; 4096]);
@@ -441,7 +452,7 @@ fn the_former_claimant_cannot_drop_the_disk() {
     let world = World::new(&[SLAB]);
     let source = world.create();
     write(&source, 0, &[1; 4096]);
-    let destination = FarDisk::incoming(world.config());
+    let destination = incoming(world.config());
     assert_eq!(read(&destination, 0, 4096), Ok(vec![1; 4096]));
     source.end(false);
     write(&destination, 4096, &[2; 4096]);
@@ -479,7 +490,7 @@ fn a_disk_is_not_claimed_with_other_servers_or_another_size() {
     let unopened = |change: fn(&mut FarDiskConfig)| {
         let mut config = world.config();
         change(&mut config);
-        let disk = FarDisk::incoming(config);
+        let disk = incoming(config);
         read(&disk, 0, 4096).expect_err("refused").to_string()
     };
     let text = unopened(|config| drop(config.remote.addresses.pop()));
@@ -491,7 +502,7 @@ fn a_disk_is_not_claimed_with_other_servers_or_another_size() {
     let mut config = world.config();
     config.remote.addresses.reverse();
     assert_eq!(
-        read(&FarDisk::incoming(config), 0, 4096),
+        read(&incoming(config), 0, 4096),
         Ok(vec![1; 4096]),
         "their order does not matter"
     );
@@ -506,4 +517,164 @@ fn nothing_lies_beyond_the_end() {
         let zeroed = disk.zero(offset, length as u64, &Interrupt::never());
         assert_eq!(zeroed, Err(DiskFault::Beyond));
     }
+}
+
+/// Words that the next backend finds.
+#[derive(Clone)]
+struct Kept(Arc<Vec<AtomicU64>>);
+
+impl Kept {
+    fn new() -> Self {
+        let words = (0..DiskTable::bytes(SIZE) / 8).map(|_| AtomicU64::new(0));
+        Self(Arc::new(words.collect()))
+    }
+
+    /// What a backend that dies now leaves: it can do no more to it.
+    fn at_death(&self) -> Self {
+        let load = |word: &AtomicU64| AtomicU64::new(word.load(Ordering::Acquire));
+        Self(Arc::new(self.0.iter().map(load).collect()))
+    }
+
+    fn table(&self) -> DiskTable {
+        DiskTable::new(Box::new(self.clone()), SIZE).expect("of this disk")
+    }
+}
+
+impl crate::engine::table::Words for Kept {
+    fn words(&self) -> &[AtomicU64] {
+        &self.0
+    }
+}
+
+/// A disk whose table is kept, with two blocks written.
+fn kept_disk(world: &World) -> (Kept, FarDisk) {
+    let kept = Kept::new();
+    let disk = FarDisk::create(world.config(), kept.table()).expect("there is room");
+    write(&disk, 0, &[1; 8192]);
+    (kept, disk)
+}
+
+#[test]
+fn a_successor_finds_the_disk_as_it_was_and_seals_nothing_twice_alike() {
+    let world = World::new(&[SLAB, SLAB]);
+    let (kept, first) = kept_disk(&world);
+    write(&first, SIZE - 4096, &[2; 4096]);
+    first
+        .zero(4096, 4096, &Interrupt::never())
+        .expect("cleared");
+    let (stored, next) = (first.status().stored_bytes, first.table.next_generation());
+    let second = FarDisk::incoming(world.config(), kept.at_death().table());
+    assert_eq!(second.table.next_generation(), next, "none is drawn again");
+    assert_eq!(read(&second, 0, 4096), Ok(vec![1; 4096]));
+    assert_eq!(read(&second, 4096, 4096), Ok(vec![0; 4096]));
+    assert_eq!(read(&second, SIZE - 4096, 4096), Ok(vec![2; 4096]));
+    assert_eq!(second.status().stored_bytes, stored);
+    // The dead one's requests cannot land any more.
+    let late = first.write(0, &[9; 4096], &Interrupt::never());
+    assert!(matches!(late, Err(DiskFault::Claimed(_))), "{late:?}");
+    write(&second, 0, &[3; 4096]);
+    assert_eq!(read(&second, 0, 4096), Ok(vec![3; 4096]));
+    second.end(false);
+    world.eventually("all is given back", || world.leased_bytes() == 0);
+}
+
+#[test]
+fn a_server_cannot_set_a_block_back_while_nobody_looks() {
+    let world = World::new(&[SLAB]);
+    let (kept, first) = kept_disk(&world);
+    let open = store(&first);
+    let slab = open.extents.get(0).expect("written").place.slab;
+    let all = Extent {
+        slab,
+        offset: 0,
+        length: SLAB as u32,
+    };
+    let never = Interrupt::never();
+    let before = open.lines[0].read(&[all], &never).expect("read");
+    write(&first, 0, &[2; 4096]);
+    let dead = kept.at_death();
+    open.lines[0]
+        .write(&[all], &[&before], &never)
+        .expect("meddled");
+    let second = FarDisk::incoming(world.config(), dead.table());
+    assert_eq!(read(&second, 0, 4096), Err(DiskFault::Corrupt { block: 0 }));
+    assert_eq!(read(&second, 4096, 4096), Ok(vec![1; 4096]));
+    // Nor drop its slab.
+    let now = store(&second);
+    now.lines[0].session.release_slab(slab);
+    world.eventually("it is gone", || world.leased_bytes() == 0);
+    let third = FarDisk::incoming(world.config(), dead.at_death().table());
+    let error = read(&third, 4096, 4096).err();
+    let text = error.map(|error| error.to_string()).unwrap_or_default();
+    assert!(text.contains("is gone"), "{text}");
+}
+
+#[test]
+fn a_change_that_was_under_way_is_there_or_not_and_nothing_else() {
+    let never = Interrupt::never();
+    // What the server has when the successor asks: what was there, or what was sent.
+    for landed in [false, true] {
+        for generation in [0, 1] {
+            let world = World::new(&[SLAB]);
+            let (kept, first) = kept_disk(&world);
+            let open = store(&first);
+            let stored = open.extents.get(0).expect("written");
+            // As a request leaves it that is sent and not answered.
+            stored.announce(0, generation);
+            let dead = kept.at_death();
+            let after = match (landed, generation) {
+                (false, _) => 1,
+                (true, 0) => {
+                    // A later one clears the slab's entry; of the other block nothing is to change.
+                    first.zero(0, 4096, &never).expect("cleared");
+                    0
+                }
+                (true, _) => {
+                    write(&first, 0, &[2; 4096]);
+                    dead.0[6].fetch_add(1, Ordering::AcqRel);
+                    2
+                }
+            };
+            let second = FarDisk::incoming(world.config(), dead.table());
+            let found = read(&second, 0, 8192).expect("read");
+            let what = format!("landed: {landed}, generation {generation}");
+            assert!(found[..4096] == [after; 4096], "{what}: {}", found[0]);
+            assert!(found[4096..] == [1; 4096], "{what}");
+            let blocks = 1 + u64::from(after != 0);
+            assert_eq!(second.status().stored_bytes, blocks * 4096, "{what}");
+        }
+    }
+    // A block of which nothing was under way is not believed to have changed.
+    let world = World::new(&[SLAB]);
+    let (kept, first) = kept_disk(&world);
+    let dead = kept.at_death();
+    write(&first, 0, &[2; 4096]);
+    dead.0[6].fetch_add(1, Ordering::AcqRel);
+    let second = FarDisk::incoming(world.config(), dead.table());
+    assert_eq!(read(&second, 0, 4096), Err(DiskFault::Corrupt { block: 0 }));
+}
+
+#[test]
+fn a_release_that_was_under_way_loses_nothing_that_is_kept() {
+    let world = World::new(&[SLAB]);
+    let (kept, first) = kept_disk(&world);
+    let open = store(&first);
+    let slab = open.extents.get(0).expect("written").place.slab;
+    let never = Interrupt::never();
+    // The header goes first.
+    open.lines[0]
+        .write(
+            &[open.layout.header_at(slab)],
+            &[&[0; layout::HEADER]],
+            &never,
+        )
+        .expect("meddled");
+    let second = FarDisk::incoming(world.config(), kept.at_death().table());
+    assert_eq!(read(&second, 0, 8192), Ok(vec![1; 8192]));
+    write(&second, 4096, &[2; 4096]);
+    second.end(true);
+    // The slab says again whose it is.
+    let later = incoming(world.config());
+    assert_eq!(read(&later, 0, 4096), Ok(vec![1; 4096]));
+    assert_eq!(read(&later, 4096, 4096), Ok(vec![2; 4096]));
 }

@@ -40,7 +40,7 @@ use crate::engine::policy::TwoQueues;
 use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
 use crate::engine::shard::Shard;
 use crate::engine::slots::SlabRef;
-use crate::engine::table::PageTable;
+use crate::engine::table::{PageTable, Words};
 use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
 use crate::handover::discover::{self, RamBlock};
 use crate::handover::{HandedOver, Vmm};
@@ -55,11 +55,14 @@ use pin::PinGate;
 use plugging::{AsideList, Plugging};
 use record::{Keys, Record, Records};
 use shard_thread::{ShardEvent, ShardGauges, ShardPorts, ShardThread};
-use state_dir::{StagingArea, StateDir};
+use state_dir::{FileSizes, StagingArea, StateDir};
 use uffd::Uffd;
 use writer::{Writer, WriterEvent, WriterGauges};
 
 pub use homing::{Course, HomingError};
+pub(crate) use record::DISK_KEY;
+pub(crate) use state_dir::DISK_TABLE;
+
 pub use limits::{HEADROOM_BYTES, LimitError, min_limit_bytes};
 pub use report::{MemoryReport, ServerNotes};
 pub use state_dir::StateError;
@@ -88,6 +91,8 @@ pub struct PagerConfig {
     pub shards: u32,
     /// Whether its pages are sealed before they leave.
     pub seal: Seal,
+    /// Bytes that the table of its far-memory disk may take in the state directory.
+    pub disk_table_bytes: u64,
 }
 
 /// Why a pager could not be started.
@@ -189,20 +194,20 @@ struct Recovered {
 /// Mounts a new guest's state directory, where a [`PreparedPager`] of the same configuration will
 /// find it: in a view of the file system that outlives this process.
 pub fn prepare_state(config: &PagerConfig, path: &Path) -> Result<(), PagerError> {
-    let (pages, staging) = state_sizes(config)?;
-    let staging_bytes = u64::from(staging) * config.page_size.bytes();
-    Ok(StateDir::mount(path, pages, staging_bytes)?)
+    Ok(StateDir::mount(path, state_sizes(config)?)?)
 }
 
-/// Pages of the table and of the staging area of a guest that has grown to its most.
-fn state_sizes(config: &PagerConfig) -> Result<(u32, u32), PagerError> {
+/// Sizes of the files of a guest that has grown to its most.
+fn state_sizes(config: &PagerConfig) -> Result<FileSizes, PagerError> {
     let most_ram = config.max_ram_bytes.max(config.ram_bytes);
     let pages = table_pages(most_ram, MOST_BLOCKS, config.shards, config.page_size);
     let pages = u32::try_from(pages).map_err(|_| LimitError::TooMuchRam(most_ram))?;
-    Ok((
+    let staging = limits::most_staging_pages(most_ram, config.page_size);
+    Ok(FileSizes {
         pages,
-        limits::most_staging_pages(most_ram, config.page_size),
-    ))
+        staging_bytes: u64::from(staging) * config.page_size.bytes(),
+        disk_table_bytes: config.disk_table_bytes,
+    })
 }
 
 impl PreparedPager {
@@ -220,10 +225,10 @@ impl PreparedPager {
         let (sender, events) = unbounded();
         let sessions = start_sessions(remote, &config, sizes, &sender)?;
         check_slabs(&sessions, size)?;
-        let (pages, most_staging) = state_sizes(&config)?;
-        let staging_bytes = u64::from(most_staging) * size.bytes();
-        let state_dir = StateDir::create(state_dir, pages, staging_bytes)?;
-        let table = state_dir.create_table(config.vm, pages)?;
+        let files = state_sizes(&config)?;
+        let most_staging = (files.staging_bytes / size.bytes()) as u32;
+        let state_dir = StateDir::create(state_dir, files)?;
+        let table = state_dir.create_table(config.vm, files.pages)?;
         let table_file = table.file().map_err(system("duplicating a descriptor"))?;
         let staging = Arc::new(state_dir.create_staging(most_staging, size)?);
         staging
@@ -259,6 +264,16 @@ impl PreparedPager {
             events,
             servers: remote.addresses.iter().map(ToString::to_string).collect(),
         })
+    }
+
+    /// Room for the table of its far-memory disk, zeros, where it outlives this process; so does the
+    /// disk's key, in the file [`DISK_KEY`] of the state directory.
+    pub fn keep_disk(&self, key: &str) -> Result<Box<dyn Words>, StateError> {
+        self.state_dir.records().write_disk_key(key)?;
+        let table = self
+            .state_dir
+            .create_disk_table(self.config.disk_table_bytes)?;
+        Ok(Box::new(table))
     }
 
     /// How the servers are, for a status before the guest is there.

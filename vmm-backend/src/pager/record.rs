@@ -6,6 +6,7 @@
 //! | `record` | the VMM, its userfaultfds, its RAM's places in the table, servers and settings |
 //! | `groups` | which slab each group of slots is |
 //! | `key` | what the pages' keys are made of, whether they are sealed, and the secret of the sessions with the servers |
+//! | `disk-key` | the key to the far-memory disk, as the domain's metadata has it |
 //!
 //! Each names its version. The version of the record and the VMM's process are read before all else
 //! and stay where they are in every version: a build that does not know the version can tell whether
@@ -37,6 +38,10 @@ const KEY_MAGIC: [u8; 12] = *b"OUTRAMKY\x02\0\0\0";
 
 /// Bytes of the key's file.
 const KEY_BYTES: usize = 16 + SECRET_BYTES + 32;
+
+/// Name of the file with the disk's key: a backend that is started again finds it here, for the file that
+/// the first one was given is gone.
+pub(crate) const DISK_KEY: &str = "disk-key";
 
 /// What is secret of a guest.
 #[derive(Clone)]
@@ -276,13 +281,23 @@ impl Records {
         self.write("key", &bytes[..])
     }
 
+    pub(super) fn write_disk_key(&self, text: &str) -> Result<(), StateError> {
+        self.write(DISK_KEY, text.as_bytes())
+    }
+
     /// Overwrites the keys: what a tmpfs gives back is zeroed only when somebody else gets it.
     pub(super) fn wipe_keys(&self) -> io::Result<()> {
-        match OpenOptions::new().write(true).open(self.dir.join("key")) {
-            Ok(mut file) => file.write_all(&[0; KEY_BYTES]),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            Err(error) => Err(error),
+        for name in ["key", DISK_KEY] {
+            match OpenOptions::new().write(true).open(self.dir.join(name)) {
+                Ok(mut file) => {
+                    let length = file.metadata()?.len();
+                    file.write_all(&vec![0; length as usize])?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
         }
+        Ok(())
     }
 
     fn read<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, StateError> {

@@ -1,7 +1,8 @@
-//! What outlives the process: the small files of [`Records`], the page table and the staging area, on a size-limited tmpfs of the
-//! guest's own, mounted at `/run/outram/<uuid>/state`.
+//! What outlives the process: the small files of [`Records`], the page table, the staging area and the
+//! far-memory disk's table, on a size-limited tmpfs of the guest's own, mounted at
+//! `/run/outram/<uuid>/state`.
 //!
-//! The last two are mapped into memory. Invariants: the table's mapping lies within a file of its
+//! The last three are mapped into memory. Invariants: the table's mapping lies within a file of its
 //! size, the tmpfs is large enough for all files, and a staging slot is backed before it
 //! is used, so that no access raises SIGBUS. Guest bytes in staging are only ever seen as slices
 //! of one slot, by whoever holds that slot's ticket.
@@ -36,6 +37,9 @@ const ENTRY_BYTES: u64 = (ENTRY_WORDS * 8) as u64;
 
 /// Beyond the files: inodes and directory entries of the tmpfs, and the small files.
 const TMPFS_SLACK_BYTES: u64 = 1 << 20;
+
+/// Name of the file of the disk's table.
+pub(crate) const DISK_TABLE: &str = "disk-table";
 
 /// What the list of groups takes at most, of each page of the table: some 50 bytes a slab in its old
 /// and its new form, and slabs of the smallest size, 1 MiB.
@@ -86,6 +90,15 @@ pub enum StateError {
     },
 }
 
+/// What the files of a directory may grow to.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FileSizes {
+    /// Pages of the page table.
+    pub(super) pages: u32,
+    pub(super) staging_bytes: u64,
+    pub(super) disk_table_bytes: u64,
+}
+
 /// The mounted directory; unmounted when dropped, unless it is only looked at.
 #[derive(Debug)]
 pub(super) struct StateDir {
@@ -94,11 +107,11 @@ pub(super) struct StateDir {
 }
 
 impl StateDir {
-    /// A tmpfs for a table of `pages` pages and `staging_bytes` of staging area: one that was mounted
-    /// for this, or a new one. What an earlier backend of the same guest left there is removed.
-    pub(super) fn create(path: &Path, pages: u32, staging_bytes: u64) -> Result<Self, StateError> {
-        if !is_unused(path, tmpfs_bytes(pages, staging_bytes)) {
-            Self::mount(path, pages, staging_bytes)?;
+    /// A tmpfs for files of these sizes: one that was mounted for this, or a new one. What an earlier
+    /// backend of the same guest left there is removed.
+    pub(super) fn create(path: &Path, sizes: FileSizes) -> Result<Self, StateError> {
+        if !is_unused(path, tmpfs_bytes(sizes)) {
+            Self::mount(path, sizes)?;
         }
         Ok(Self {
             path: path.to_owned(),
@@ -107,8 +120,8 @@ impl StateDir {
     }
 
     /// Mounts it, in place of whatever is mounted there.
-    pub(super) fn mount(path: &Path, pages: u32, staging_bytes: u64) -> Result<(), StateError> {
-        let bytes = tmpfs_bytes(pages, staging_bytes);
+    pub(super) fn mount(path: &Path, sizes: FileSizes) -> Result<(), StateError> {
+        let bytes = tmpfs_bytes(sizes);
         let failed = |source: io::Error| StateError::Mount {
             path: path.to_owned(),
             bytes,
@@ -246,6 +259,28 @@ impl StateDir {
         })
     }
 
+    /// Makes the file of the disk's table and maps it: zeros.
+    pub(super) fn create_disk_table(&self, bytes: u64) -> Result<DiskWords, StateError> {
+        let path = self.path.join(DISK_TABLE);
+        let make = || {
+            let file = open(&path)?;
+            file.set_len(bytes)?;
+            DiskWords::map(&file)
+        };
+        make().map_err(|source| StateError::File {
+            path: path.clone(),
+            source,
+        })
+    }
+
+    /// Maps the disk's table of a former process.
+    pub(super) fn open_disk_table(&self) -> Result<DiskWords, StateError> {
+        let path = self.path.join(DISK_TABLE);
+        let file = OpenOptions::new().read(true).write(true).open(&path);
+        file.and_then(|file| DiskWords::map(&file))
+            .map_err(|source| StateError::File { path, source })
+    }
+
     /// Makes the staging area's file and maps it: room for `slots` pages, none of them backed yet.
     pub(super) fn create_staging(
         &self,
@@ -278,7 +313,7 @@ impl Drop for StateDir {
             return;
         }
         if let Err(error) = self.records().wipe_keys() {
-            tracing::warn!(path = %self.path.display(), %error, "the guest's key was not overwritten");
+            tracing::warn!(path = %self.path.display(), %error, "the guest's keys were not overwritten");
         }
         if let Err(error) = rustix::mount::unmount(&self.path, UnmountFlags::DETACH) {
             tracing::warn!(path = %self.path.display(), %error, "the state directory stays mounted");
@@ -287,9 +322,10 @@ impl Drop for StateDir {
 }
 
 /// What all files take together, in whole pages.
-fn tmpfs_bytes(pages: u32, staging_bytes: u64) -> u64 {
-    let groups = u64::from(pages) * GROUP_BYTES_A_PAGE;
-    let bytes = table_bytes(pages) + groups + staging_bytes + TMPFS_SLACK_BYTES;
+fn tmpfs_bytes(sizes: FileSizes) -> u64 {
+    let groups = u64::from(sizes.pages) * GROUP_BYTES_A_PAGE;
+    let mapped = table_bytes(sizes.pages) + sizes.staging_bytes + sizes.disk_table_bytes;
+    let bytes = mapped + groups + TMPFS_SLACK_BYTES;
     bytes.next_multiple_of(PageSize::BASE.bytes())
 }
 
@@ -424,6 +460,24 @@ impl Words for TableFile {
         // SAFETY: page-aligned memory that lives as long as `self`; atomics may be shared, and any
         // bits make one.
         unsafe { std::slice::from_raw_parts(start.cast().as_ptr(), self.entries * ENTRY_WORDS) }
+    }
+}
+
+/// The mapped table of the disk.
+pub(super) struct DiskWords(Mapping);
+
+impl DiskWords {
+    fn map(file: &File) -> io::Result<Self> {
+        Mapping::new(file, file.metadata()?.len()).map(Self)
+    }
+}
+
+impl Words for DiskWords {
+    fn words(&self) -> &[AtomicU64] {
+        let words = self.0.length / size_of::<AtomicU64>();
+        // SAFETY: page-aligned memory of the mapping's length, which the file has, that lives as long as
+        // `self`; atomics may be shared, and any bits make one.
+        unsafe { std::slice::from_raw_parts(self.0.start.cast().as_ptr(), words) }
     }
 }
 

@@ -35,7 +35,7 @@ use crate::engine::seal::PageKey;
 use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
 use crate::engine::staging::StagingPool;
 use crate::engine::stats::Stats;
-use crate::engine::table::{PageTable, State};
+use crate::engine::table::{PageTable, State, Words};
 use crate::engine::{PageIndex, PageRun, Shared, StagingSlot, budget};
 use crate::handover::discover::{self, RamBlock, Refusal};
 use crate::handover::{HandoverError, MemfdId, Vmm, Way};
@@ -133,6 +133,11 @@ impl Orphan {
         self.record.way
     }
 
+    /// What the former process had its far-memory disk's table in.
+    pub fn disk_table(&self) -> Result<Box<dyn Words>, StateError> {
+        Ok(Box::new(self.state_dir.open_disk_table()?))
+    }
+
     /// Serves it from here on. Of `remote` the identity is used; servers and secret are those that
     /// the former process had.
     pub fn take_over(self, remote: &RemoteConfig) -> Result<(Vmm, Pager), TakeoverError> {
@@ -179,6 +184,8 @@ impl Orphan {
                 limit: self.record.limit,
                 shards: uffds.len() as u32,
                 seal: keys.seal,
+                // Used where the state directory is made.
+                disk_table_bytes: 0,
             },
             sizes,
             shared,
@@ -252,7 +259,8 @@ impl Orphan {
         }
     }
 
-    fn addresses(&self) -> Result<Vec<ServerAddress>, AddressError> {
+    /// The servers that the former process had, in their order.
+    pub fn addresses(&self) -> Result<Vec<ServerAddress>, AddressError> {
         let servers = self.record.servers.iter();
         servers.map(|server| server.parse()).collect()
     }
