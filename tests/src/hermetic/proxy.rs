@@ -45,6 +45,7 @@ struct Shared {
     accepted: AtomicU64,
     orders: Mutex<Orders>,
     recording: AtomicBool,
+    withholding: AtomicBool,
     /// The two latest writes to each place.
     written: Mutex<HashMap<Extent, Vec<Vec<u8>>>>,
 }
@@ -90,6 +91,11 @@ impl Proxy {
     /// Refuses new connections, or serves them again.
     pub fn refuse(&self, refuse: bool) {
         self.shared.refusing.store(refuse, Ordering::Relaxed);
+    }
+
+    /// Keeps back answers to writes, which have been carried out, or lets them go.
+    pub fn withhold(&self, withhold: bool) {
+        self.shared.withholding.store(withhold, Ordering::Relaxed);
     }
 
     /// Flips a bit in the pages of that many replies to come.
@@ -280,6 +286,9 @@ fn carry_reply(
     let mut payload = vec![0; header.payload_bytes as usize];
     from.read_exact(&mut payload)?;
     let request = lock(asked).pop_front().context("an answer to nothing")?;
+    while request.op == Op::Write && shared.withholding.load(Ordering::Relaxed) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     if request.op == Op::Read && !payload.is_empty() {
         match shared.meddle(&request.extents, &mut payload) {
             Some(Mischief::Truncate) => {

@@ -12,8 +12,8 @@ use super::ram::Ram;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 /// Descriptor flags (virtio 1.2, section 2.7.5).
-const NEXT: u16 = 1;
-const WRITE: u16 = 2;
+pub(super) const NEXT: u16 = 1;
+pub(super) const WRITE: u16 = 2;
 const HEADER_BYTES: u64 = 16;
 /// How often the used ring is looked at.
 const TICK: Duration = Duration::from_micros(200);
@@ -29,6 +29,8 @@ pub(super) struct Rings {
     pub kick: EventFd,
     pub call: EventFd,
     pub error: EventFd,
+    /// Whether notifications go by event index.
+    pub event_idx: bool,
     next_available: u16,
     last_used: u16,
 }
@@ -44,7 +46,12 @@ pub(super) struct Descriptor {
 
 impl Rings {
     /// Lays a queue's rings out from a page on, and clears them.
-    pub(super) fn lay_out(ram: &Ram, queue: usize, size: u16, first_page: u64) -> Result<Self> {
+    pub(super) fn lay_out(
+        ram: &Ram,
+        queue: usize,
+        (size, event_idx): (u16, bool),
+        first_page: u64,
+    ) -> Result<Self> {
         ensure!(size.is_power_of_two(), "a queue's size is a power of two");
         let descriptors = first_page * PAGE;
         let available = descriptors + (u64::from(size) * 16).next_multiple_of(PAGE);
@@ -60,6 +67,7 @@ impl Rings {
             kick: EventFd::new(EFD_NONBLOCK)?,
             call: EventFd::new(EFD_NONBLOCK)?,
             error: EventFd::new(EFD_NONBLOCK)?,
+            event_idx,
             next_available: 0,
             last_used: 0,
         })
@@ -74,19 +82,51 @@ impl Rings {
         head: u16,
         wait: Duration,
     ) -> Result<Value> {
-        for (index, descriptor) in descriptors.iter().enumerate() {
+        self.describe(ram, 0, descriptors)?;
+        self.offer(ram, head)?;
+        self.wait_for_used(ram, wait)
+    }
+
+    /// Writes descriptors from an index on.
+    pub(super) fn describe(&self, ram: &Ram, first: u16, descriptors: &[Descriptor]) -> Result<()> {
+        for (index, descriptor) in (u64::from(first)..).zip(descriptors) {
             let mut bytes = descriptor.address.to_le_bytes().to_vec();
             bytes.extend_from_slice(&descriptor.length.to_le_bytes());
             bytes.extend_from_slice(&descriptor.flags.to_le_bytes());
             bytes.extend_from_slice(&descriptor.next.to_le_bytes());
-            ram.write(self.descriptors + index as u64 * 16, &bytes)?;
+            ram.write(self.descriptors + index * 16, &bytes)?;
         }
+        Ok(())
+    }
+
+    /// Offers the chain that begins at `head`.
+    pub(super) fn offer(&mut self, ram: &Ram, head: u16) -> Result<()> {
         let slot = u64::from(self.next_available % self.size);
         ram.store_u16(self.available + 4 + 2 * slot, head)?;
         self.next_available = self.next_available.wrapping_add(1);
         ram.store_u16(self.available + 2, self.next_available)?;
-        self.kick.write(1).context("kicking")?;
-        self.wait_for_used(ram, wait)
+        self.kick.write(1).context("kicking")
+    }
+
+    /// Where a device goes on that knows nothing of the one before it: behind what was answered, as
+    /// QEMU tells it.
+    pub(super) fn answered(&self, ram: &Ram) -> Result<u16> {
+        ram.load_u16(self.used + 2)
+    }
+
+    /// The next answer, if there is one: the chain's head and the bytes written.
+    pub(super) fn take_used(&mut self, ram: &Ram) -> Result<Option<(u32, u32)>> {
+        if self.answered(ram)? == self.last_used {
+            return Ok(None);
+        }
+        let slot = u64::from(self.last_used % self.size);
+        let entry = ram.read(self.used + 4 + 8 * slot, 8)?;
+        self.last_used = self.last_used.wrapping_add(1);
+        let word = |at: usize| {
+            let bytes: [u8; 4] = entry[at..at + 4].try_into().expect("eight bytes were read");
+            u32::from_le_bytes(bytes)
+        };
+        Ok(Some((word(0), word(4))))
     }
 
     /// Claims that many more requests are available than there are: a broken index.
@@ -102,21 +142,17 @@ impl Rings {
 
     fn wait_for_used(&mut self, ram: &Ram, wait: Duration) -> Result<Value> {
         let deadline = Instant::now() + wait;
-        while ram.load_u16(self.used + 2)? == self.last_used {
+        let (head, length) = loop {
+            if let Some(answer) = self.take_used(ram)? {
+                break answer;
+            }
             if Instant::now() >= deadline {
                 return Ok(json!({"used": null, "broken": self.is_reported_broken()}));
             }
             std::thread::sleep(TICK);
-        }
-        let slot = u64::from(self.last_used % self.size);
-        let entry = ram.read(self.used + 4 + 8 * slot, 8)?;
-        self.last_used = self.last_used.wrapping_add(1);
-        let word = |at: usize| {
-            let bytes: [u8; 4] = entry[at..at + 4].try_into().expect("eight bytes were read");
-            u32::from_le_bytes(bytes)
         };
         let called = self.call.read().is_ok();
-        Ok(json!({"used": {"id": word(0), "length": word(4)}, "called": called}))
+        Ok(json!({"used": {"id": head, "length": length}, "called": called}))
     }
 }
 

@@ -68,9 +68,10 @@ impl FrontEnd {
         })
     }
 
-    /// Starts a queue; the first time with the whole memory table before it.
-    pub(super) fn start(&mut self, ram: &Ram, rings: &Rings, event_idx: bool) -> Result<()> {
-        let queue = rings.queue;
+    /// Starts a queue, at what was not answered yet; the first time with the whole memory table before
+    /// it.
+    pub(super) fn start(&mut self, ram: &Ram, rings: &Rings) -> Result<()> {
+        let (queue, event_idx) = (rings.queue, rings.event_idx);
         if !self.has_memory_table {
             let unwanted = if event_idx { 0 } else { EVENT_IDX };
             self.acknowledged = self.features & !unwanted & !LOG_ALL;
@@ -82,7 +83,8 @@ impl FrontEnd {
             self.has_memory_table = true;
         }
         self.front.set_vring_num(queue, rings.size)?;
-        self.front.set_vring_base(queue, 0)?;
+        let base = rings.answered(ram)?;
+        self.front.set_vring_base(queue, base)?;
         self.tell_rings(ram, rings)?;
         self.front.set_vring_kick(queue, &rings.kick)?;
         self.front.set_vring_call(queue, &rings.call)?;

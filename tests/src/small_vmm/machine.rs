@@ -18,9 +18,10 @@
 //! | `request` | `queue` `type` `sector` `bytes` `page` `wait_ms` | `status` `used` `data` |
 //! | `submit` | `queue` `descriptors` `head` `wait_ms` | any chain: `[[address,length,flags,next],…]` |
 //! | `overrun` | `queue` `by` | offers more than there is; whether it was reported `broken` |
+//! | `disk-load` | `queue` `first` `blocks` `page` `depth` `seconds` `seed` | requests of all sorts at a time: `mismatches` `errors` |
 //!
-//! By the main thread: `connect`, `disconnect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-stop`
-//! (`queue`), `plug` (`bytes`), `log-start` (`bytes`: of the log of pages that the device writes, large
+//! By the main thread: `connect`, `disconnect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-again`
+//! (tells every started queue to a new connection, as it is), `disk-stop` (`queue`), `plug` (`bytes`), `log-start` (`bytes`: of the log of pages that the device writes, large
 //! enough unless said), `log-take` (answers `pages`), `log-stop`, `bombard` (`count`: signals to every vCPU), `info`, `exit`, `abort`.
 
 use std::collections::BTreeMap;
@@ -39,6 +40,7 @@ use vm_memory::Bytes;
 use super::arguments::Arguments;
 use super::dirty_log::DirtyLog;
 use super::disk::{Descriptor, Request, Rings, SharedRings, hex, unhex};
+use super::disk_load::DiskLoad;
 use super::front_end::FrontEnd;
 use super::pattern::{Stretch, Versions};
 use super::race::{Players, Race};
@@ -104,8 +106,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
                 tell(&command, result);
             }
             Some(
-                action @ ("connect" | "disconnect" | "disk-start" | "disk-stop" | "plug" | "unplug"
-                | "info" | "log-start" | "log-take" | "log-stop"),
+                action @ ("connect" | "disconnect" | "disk-start" | "disk-again" | "disk-stop"
+                | "plug" | "unplug" | "info" | "log-start" | "log-take" | "log-stop"),
             ) => {
                 let path = arguments.socket.as_deref();
                 let result = obey_on_main(action, &command, &board, &mut front_end, path);
@@ -203,11 +205,19 @@ fn obey_on_main(
             let queue = number(command, "queue")?;
             let size = u16::try_from(number(command, "size")?)?;
             let page = number(command, "page")?;
-            let rings = Rings::lay_out(&board.ram, queue as usize, size, page)?;
             let event_idx = command["event_idx"].as_bool().unwrap_or(true);
-            front.start(&board.ram, &rings, event_idx)?;
+            let kind = (size, event_idx);
+            let rings = Rings::lay_out(&board.ram, queue as usize, kind, page)?;
+            front.start(&board.ram, &rings)?;
             let mut queues = board.queues.lock().expect("no holder panics");
             queues.insert(queue, Arc::new(Mutex::new(rings)));
+            Ok(json!({}))
+        }
+        "disk-again" => {
+            for rings in board.queues.lock().expect("no holder panics").values() {
+                let rings = rings.lock().expect("no holder panics");
+                front.start(&board.ram, &rings)?;
+            }
             Ok(json!({}))
         }
         "disk-stop" => {
@@ -277,7 +287,7 @@ fn obey(command: &Value, board: &Board) -> Result<Value> {
             board.ram.write(number(command, "address")?, &bytes)?;
             Ok(json!({}))
         }
-        "request" | "submit" | "overrun" => drive_disk(command, board),
+        "request" | "submit" | "overrun" | "disk-load" => drive_disk(command, board),
         action => use_stretch(action, command, board),
     }
 }
@@ -328,6 +338,17 @@ fn drive_disk(command: &Value, board: &Board) -> Result<Value> {
         let rings = queues.get(&queue);
         Arc::clone(rings.with_context(|| format!("queue {queue} is not started"))?)
     };
+    if command["do"] == "disk-load" {
+        let load = DiskLoad {
+            first: number(command, "first")?,
+            blocks: number(command, "blocks")?,
+            page: number(command, "page")?,
+            depth: u16::try_from(number(command, "depth")?)?,
+            seconds: command["seconds"].as_f64().unwrap_or(1.0),
+            seed: command["seed"].as_u64().unwrap_or(1),
+        };
+        return load.run(&board.ram, &rings);
+    }
     let mut rings = rings.lock().expect("no holder panics");
     match command["do"].as_str() {
         Some("request") => Request {

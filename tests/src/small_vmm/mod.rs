@@ -21,6 +21,7 @@ pub mod machine;
 mod arguments;
 mod dirty_log;
 mod disk;
+mod disk_load;
 mod front_end;
 mod pattern;
 mod race;

@@ -10,11 +10,18 @@ use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_wire::control::{Phase, Status};
 
 use crate::Test;
+use crate::far_disk::{VERY_LONG, demand_no_error, demand_same};
 use crate::fixture::{
     HALF, LONG, Lab, RAM_MIB, SHARE, SHORT, check, demand_no_mismatch, power_off,
 };
 
-pub(crate) const TESTS: &[Test] = &[("a_guest_outlives_its_backends", outlive)];
+pub(crate) const TESTS: &[Test] = &[
+    ("a_guest_outlives_its_backends", outlive),
+    (
+        "a_file_system_on_the_far_disk_outlives_its_backends",
+        file_system,
+    ),
+];
 
 fn outlive(lab: &Lab) -> Result<()> {
     let server = lab.server("1GiB")?;
@@ -65,6 +72,44 @@ fn outlive(lab: &Lab) -> Result<()> {
     power_off(&guest, &mut console, &server)?;
     ensure!(!run_dir.exists(), "{} stays", run_dir.display());
     Ok(())
+}
+
+/// Files are written, read and removed meanwhile.
+fn file_system(lab: &Lab) -> Result<()> {
+    const FILES: u64 = 32;
+    let server = lab.server("3GiB")?;
+    let limit = ["--local-ratio", "0.4", "--disk-size", "1GiB"];
+    let guest = lab.attach(
+        Spec::new("filer-outlives", RAM_MIB),
+        &limit,
+        &server.address,
+    )?;
+    let mut console = guest.boot()?;
+    console.ask("alloc 40", "ALLOCATED", LONG)?;
+    console.ask("fs-make", "FS", LONG)?;
+    let mut now = guest.status()?;
+    for version in 1..=2 {
+        for work in ["fs-write", "fs-verify"] {
+            console.send(&format!("{work} {FILES} {version}"))?;
+            for round in 0..4 {
+                std::thread::sleep(Duration::from_millis(400 + 170 * round));
+                end(now.backend_pid)?;
+                now = wait_for_another(&guest, &now)?;
+            }
+            let report = console.expect(&["FS"], VERY_LONG)?;
+            if work == "fs-verify" {
+                demand_same(&report)?;
+            }
+        }
+    }
+    ensure!(now.takeovers == 16, "{now:?}");
+    let report = console.ask("verify", "CHECKER", LONG)?;
+    demand_no_mismatch(&console, &report)?;
+    console.ask(&format!("fs-remove {FILES}"), "FS", LONG)?;
+    let disk = demand_no_error(&guest)?;
+    ensure!(disk.discards > 0, "{disk:?}");
+    guest.destroy()?;
+    guest.wait_backend_gone(SHORT)
 }
 
 fn end(pid: u32) -> Result<()> {

@@ -22,7 +22,7 @@ pub(crate) const TESTS: &[Test] = &[
 ];
 
 /// Swapping guests are emulated, and page in what they swap out: minutes, on a loaded machine.
-const VERY_LONG: Duration = Duration::from_secs(900);
+pub(crate) const VERY_LONG: Duration = Duration::from_secs(900);
 
 /// A guest at 0.3 of its RAM with a disk of 1 GiB.
 fn attach(lab: &Lab, spec: Spec, server: &str) -> Result<Guest> {

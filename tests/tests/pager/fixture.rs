@@ -171,6 +171,8 @@ pub(crate) struct Wish<'a> {
     pub(crate) seal: Seal,
     /// Whether its pager has a supervisor, which starts it again.
     pub(crate) supervised: bool,
+    /// MiB of its far-memory disk, if it is to have one.
+    pub(crate) disk_mib: Option<u64>,
 }
 
 impl Default for Wish<'_> {
@@ -184,6 +186,7 @@ impl Default for Wish<'_> {
             huge: None,
             seal: Seal::On,
             supervised: false,
+            disk_mib: None,
         }
     }
 }
@@ -262,6 +265,16 @@ fn spawn_backend(
     arguments.extend(["--seal".to_owned(), wish.seal.to_string()]);
     for server in wish.servers {
         arguments.extend(["--server".to_owned(), (*server).to_owned()]);
+    }
+    if let Some(mib) = wish.disk_mib {
+        let key = lab.path(&format!("disk-key-{uuid}"));
+        arguments.extend(["--disk-size".to_owned(), format!("{mib}MiB")]);
+        arguments.extend(["--disk-key-file".to_owned(), key.display().to_string()]);
+        // Left once, as libvirt's hook does: a backend that is started again has to know it.
+        let told = lab.path("outram").join(uuid).exists();
+        if !told {
+            fs::write(&key, "5".repeat(64))?;
+        }
     }
     let log = lab.path(&format!("backend-{uuid}"));
     let file = File::options().create(true).append(true).open(&log)?;

@@ -7,6 +7,7 @@
 
 mod crash;
 mod disk;
+mod disk_crash;
 mod fixture;
 mod huge;
 mod live;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
             servers::TESTS,
             crash::TESTS,
             supervisor::TESTS,
+            disk_crash::TESTS,
             refusals::TESTS,
             huge::TESTS,
         ]
