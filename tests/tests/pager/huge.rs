@@ -24,6 +24,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("huge_pages_of_an_empty_pool", empty_pool),
     ("huge_pages_under_the_devices_rings", rings),
     ("huge_pages_told_wrongly_are_refused", refused),
+    ("huge_pages_outlive_their_backends", outlive),
 ];
 
 const HUGE: u64 = 2 << 20;
@@ -330,5 +331,64 @@ fn refused(lab: &Lab) -> Result<()> {
     let text = format!("{error:#}");
     ensure!(text.contains("hold no page of 2 MiB"), "{text}");
     ensure!(small.slabs_leased()? == 0, "it keeps what it was refused");
+    Ok(())
+}
+
+/// The backend is killed at any instant of heavy paging, populated at the start or not; what is
+/// discarded while nobody looks is zeros afterwards.
+fn outlive(lab: &Lab) -> Result<()> {
+    for populated in [false, true] {
+        let server = server(lab)?;
+        let _pool = pool()?;
+        let servers = [server.address.as_str()];
+        let wish = Wish {
+            ram_mib: &[RAM_MIB / 2, RAM_MIB / 2],
+            limit: LEAST_HUGE,
+            servers: &servers,
+            huge: Some(populated),
+            ..Wish::default()
+        };
+        let mut guest = Guest::start(lab, &wish)?;
+        guest.fill(0, RAM_PAGES)?;
+        let third = RAM_PAGES / 3;
+        for batch in 0..2u64 {
+            let work = |page, write_share| {
+                json!({"page": page, "pages": third, "seconds": 3.0, "seed": batch,
+                    "write_share": write_share})
+            };
+            let race = json!({"page": 2 * third, "pages": third, "writers": 1, "readers": 1,
+                "rounds": 1500});
+            let sent = [
+                guest.send(0, "work", work(0, 0.5))?,
+                guest.send(1, "work", work(third, 0.0))?,
+                guest.send(2, "race", race)?,
+            ];
+            for round in 0..8 {
+                std::thread::sleep(Duration::from_micros((batch * 8 + round) * 7919 % 90_000));
+                guest.kill_backend()?;
+                guest.take_over(lab, &wish)?;
+            }
+            for id in sent {
+                demand_sound(&guest.answer(id)?)?;
+            }
+            guest.verify(0, RAM_PAGES)?;
+        }
+        guest.kill_backend()?;
+        let mut discarded = 0;
+        for page in (0..RAM_PAGES).step_by(EACH as usize) {
+            // What had been moved away before stays what it was.
+            if discarded < 8 && guest.present(page, 1)? == 1 {
+                guest.command(0, "discard", json!({"page": page, "pages": EACH}))?;
+                discarded += 1;
+            }
+        }
+        ensure!(discarded == 8, "only {discarded} pages were there");
+        guest.take_over(lab, &wish)?;
+        guest.verify(0, RAM_PAGES)?;
+        guest.connect()?;
+        guest.squeeze()?;
+        guest.verify(0, RAM_PAGES)?;
+        guest.end(&[&server])?;
+    }
     Ok(())
 }
