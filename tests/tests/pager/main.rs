@@ -8,6 +8,7 @@
 mod crash;
 mod disk;
 mod disk_crash;
+mod exhaustion;
 mod fixture;
 mod huge;
 mod live;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
             crash::TESTS,
             supervisor::TESTS,
             disk_crash::TESTS,
+            exhaustion::TESTS,
             refusals::TESTS,
             huge::TESTS,
         ]
