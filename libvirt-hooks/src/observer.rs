@@ -137,6 +137,11 @@ impl Observer {
         }
     }
 
+    /// When the server's certificate expires, in seconds since 1970.
+    pub fn expires_unix_s(&self) -> i64 {
+        tls::expiry(self.channel.peer_certificates())
+    }
+
     fn send(&mut self, message: &ClientMessage) -> Result<(), ObserverError> {
         let sent = self.channel.send(message, Instant::now() + PATIENCE);
         sent.map_err(|source| self.failed(source))

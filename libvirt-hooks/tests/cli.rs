@@ -116,6 +116,10 @@ fn busy() -> Status {
         takeovers: 0,
         qemu_pid: Some(4343),
         phase: Phase::Stalled,
+        identity: outram_wire::identity::IdentityStatus {
+            expires_unix_s: Some(1),
+            refused: Some("the private key client.key does not fit".to_owned()),
+        },
         detail: Some("10.0.0.2:7741: connection refused; trying again".to_owned()),
         handover: Some("/dev/userfaultfd in QEMU".to_owned()),
         unmanaged_bytes: 0,

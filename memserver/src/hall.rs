@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use outram_wire::identity::{Change, Identity, IdentityStatus};
 use outram_wire::server::TLS_FIRST_BYTE;
 use outram_wire::server::channel::{Channel, ChannelError, prepare_socket};
 use outram_wire::server::data::{self, Admission};
@@ -29,7 +30,7 @@ pub(crate) struct Hall {
     pub(crate) desk: Desk,
     pub(crate) lobby: Lobby,
     pub(crate) config: Config,
-    tls: RwLock<Arc<ServerConfig>>,
+    identity: RwLock<Arc<Identity<ServerConfig>>>,
     controls: AtomicUsize,
     threads: Mutex<usize>,
     thread_ended: Condvar,
@@ -39,12 +40,12 @@ pub(crate) struct Hall {
 struct Busy(Arc<Hall>);
 
 impl Hall {
-    pub(crate) fn new(desk: Desk, tls: Arc<ServerConfig>, config: Config) -> Self {
+    pub(crate) fn new(desk: Desk, identity: Identity<ServerConfig>, config: Config) -> Self {
         Self {
             desk,
             lobby: Lobby::new(config.max_strangers),
             config,
-            tls: RwLock::new(tls),
+            identity: RwLock::new(Arc::new(identity)),
             controls: AtomicUsize::new(0),
             threads: Mutex::new(0),
             thread_ended: Condvar::new(),
@@ -52,13 +53,32 @@ impl Hall {
     }
 
     /// Connections made from now on are met under this identity.
-    pub(crate) fn change_identity(&self, tls: Arc<ServerConfig>) {
-        *self.tls.write().unwrap_or_else(PoisonError::into_inner) = tls;
+    pub(crate) fn change_identity(&self, identity: Identity<ServerConfig>) {
+        let own = self.identity.write();
+        *own.unwrap_or_else(PoisonError::into_inner) = Arc::new(identity);
     }
 
-    fn identity(&self) -> Arc<ServerConfig> {
-        let tls = self.tls.read();
-        tls.unwrap_or_else(PoisonError::into_inner).clone()
+    /// Looks whether the certificates were renewed. Connections that stand go on under the old ones.
+    pub(crate) fn refresh_identity(&self) {
+        match self.identity().refresh() {
+            Change::None => {}
+            Change::Taken => tracing::info!("renewed certificates are taken"),
+            Change::Refused(reason) => {
+                tracing::error!(
+                    "the changed certificates are no good, the old ones stay: {reason}"
+                );
+            }
+        }
+    }
+
+    /// How the server's own certificates are.
+    pub(crate) fn identity_status(&self) -> IdentityStatus {
+        self.identity().status()
+    }
+
+    fn identity(&self) -> Arc<Identity<ServerConfig>> {
+        let identity = self.identity.read();
+        identity.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Gives a new connection its thread.
@@ -117,7 +137,11 @@ impl Hall {
         place: Place,
         deadline: Instant,
     ) {
-        let channel = match Channel::accept(socket.clone(), self.identity(), deadline) {
+        let identity = match self.identity().current() {
+            Ok(identity) => identity,
+            Err(error) => return self.turn_away(from, Stranger::Certificate, &Words(&error)),
+        };
+        let channel = match Channel::accept(socket.clone(), identity, deadline) {
             Ok(channel) => channel,
             Err(error) => return self.turn_away(from, reason_of(&error), &Words(&error)),
         };

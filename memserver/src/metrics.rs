@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::sync::atomic::AtomicI64;
 
+use outram_wire::identity::IdentityStatus;
 use outram_wire::server::ServerStats;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
@@ -122,6 +123,8 @@ pub(crate) struct Metrics {
     pub(crate) data_requests: Family<Of, Counter>,
     pub(crate) read_bytes: Counter,
     pub(crate) written_bytes: Counter,
+    certificate_expiry: Gauge,
+    certificate_refused: Gauge,
     memory_bytes: Gauge,
     reserved_bytes: Gauge,
     leased_bytes: Gauge,
@@ -217,6 +220,16 @@ impl Metrics {
             "Bytes lent, and so taken from the system",
             &self.leased_bytes,
         );
+        gauge(
+            "certificate_expiry_timestamp_seconds",
+            "When the certificate in use expires, in seconds since 1970",
+            &self.certificate_expiry,
+        );
+        gauge(
+            "certificate_refused",
+            "Whether the certificates' files were changed and are no good, so that the old ones are in use",
+            &self.certificate_refused,
+        );
         registry.register(
             "refused_strangers",
             "Connections turned away before they were anybody's, by reason",
@@ -266,7 +279,16 @@ impl Metrics {
     }
 
     /// The page, with the gauges brought up to date.
-    pub(crate) fn page(&self, registry: &Registry, stats: &ServerStats) -> String {
+    pub(crate) fn page(
+        &self,
+        registry: &Registry,
+        stats: &ServerStats,
+        identity: &IdentityStatus,
+    ) -> String {
+        let expiry = identity.expires_unix_s.unwrap_or_default();
+        self.certificate_expiry.set(expiry);
+        let refused = identity.refused.is_some();
+        self.certificate_refused.set(refused.into());
         let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         self.memory_bytes.set(signed(stats.memory_bytes));
         self.reserved_bytes.set(signed(stats.reserved_bytes));

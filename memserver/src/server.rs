@@ -1,6 +1,6 @@
 //! A server as a whole: its threads, and their orderly end.
 //!
-//! One thread accepts, one ends leases, one answers scrapers, and each connection has its own.
+//! One thread accepts, one ends leases and looks after certificates, one answers scrapers, and each connection has its own.
 //! Threads are bounded by the lobby's limit, by the sessions' and by the data connections' of each.
 
 use std::io;
@@ -8,13 +8,14 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use outram_wire::identity::Identity;
 use outram_wire::scrape::Page;
 use outram_wire::server::channel::{EventFd, new_waker};
 use outram_wire::server::{InstanceId, ServerStats};
-use outram_wire::tls::{self, TlsError};
+use outram_wire::tls::TlsError;
 
 use crate::config::{Config, ConfigError};
 use crate::control::Desk;
@@ -24,6 +25,9 @@ use crate::metrics::Metrics;
 
 /// How long a stopping server waits for its threads.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often the certificates' files are looked at: whoever renews them hardly waits for longer.
+const LOOK_AT_CERTIFICATES: Duration = Duration::from_secs(1);
 
 /// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
@@ -69,7 +73,7 @@ impl Server {
     /// Checks the configuration, listens, and serves from then on.
     pub fn start(config: Config) -> Result<Server, ServerError> {
         config.check()?;
-        let tls = tls::server_config(&config.tls)?;
+        let identity = Identity::load(config.tls.clone())?;
         let listener = listen(config.listen, "clients")?;
         let address = local_address(&listener)?;
         let page = config.metrics.map(|address| listen(address, "metrics"));
@@ -91,7 +95,7 @@ impl Server {
             ledger: Arc::new(ledger),
             metrics: Metrics::new(),
         };
-        let hall = Arc::new(Hall::new(desk, tls, config));
+        let hall = Arc::new(Hall::new(desk, identity, config));
         Self::launch(hall, listener, address, page)
     }
 
@@ -117,11 +121,11 @@ impl Server {
             threads: Vec::new(),
         };
         if let Some(listener) = page {
-            let ledger = hall.desk.ledger.clone();
-            let metrics = hall.desk.metrics.clone();
+            let (hall, metrics) = (hall.clone(), hall.desk.metrics.clone());
             let registry = metrics.registry();
             let page = Page::serve(listener, move || {
-                metrics.page(&registry, &ledger.stats(|_| true))
+                let stats = hall.desk.ledger.stats(|_| true);
+                metrics.page(&registry, &stats, &hall.identity_status())
             });
             server.page = Some(page.map_err(thread_error)?);
         }
@@ -130,8 +134,8 @@ impl Server {
         let thread = builder.spawn(move || accept(&accepting, &listener, &stop));
         server.threads.push(thread.map_err(thread_error)?);
         let stop = server.stop.clone();
-        let builder = thread::Builder::new().name("leases".to_owned());
-        let thread = builder.spawn(move || end_leases(&hall, &stop));
+        let builder = thread::Builder::new().name("time".to_owned());
+        let thread = builder.spawn(move || keep_time(&hall, &stop));
         server.threads.push(thread.map_err(thread_error)?);
         Ok(server)
     }
@@ -156,7 +160,8 @@ impl Server {
     /// asked back. An error changes nothing.
     pub fn reload(&self, config: &Config) -> Result<u64, ServerError> {
         config.check()?;
-        self.hall.change_identity(tls::server_config(&config.tls)?);
+        self.hall
+            .change_identity(Identity::load(config.tls.clone())?);
         Ok(self.set_memory(config.memory_bytes))
     }
 
@@ -245,12 +250,17 @@ fn accept(hall: &Arc<Hall>, listener: &TcpListener, stop: &EventFd) {
     }
 }
 
-/// Ends the leases that have run out.
-fn end_leases(hall: &Hall, stop: &EventFd) {
+/// Ends the leases that have run out, and looks whether certificates were renewed.
+fn keep_time(hall: &Hall, stop: &EventFd) {
     let tick = hall.config.lease_timeout / 8;
     let tick = tick.clamp(Duration::from_millis(10), Duration::from_secs(1));
     let tick = PollTimeout::try_from(tick).unwrap_or(PollTimeout::MAX);
+    let mut looked_at = Instant::now();
     while wait_or_stop(None, stop, tick) {
+        if looked_at.elapsed() >= LOOK_AT_CERTIFICATES {
+            looked_at = Instant::now();
+            hall.refresh_identity();
+        }
         for (holder, slabs) in hall.desk.ledger.expire() {
             hall.desk.metrics.expired_sessions.inc();
             hall.desk.metrics.expired_slabs.inc_by(slabs);

@@ -7,10 +7,12 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::unix::net::UnixDatagram;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use client::{Client, Pki, SLAB, eventually, metric, scrape, vm};
+use outram_wire::pki::Issued;
 use outram_wire::server::{Reply, Request, ServerMessage};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_outram-memserver");
@@ -26,8 +28,11 @@ impl Process {
         Self::start_as(Command::new(PROGRAM), pki, options)
     }
 
-    fn start_as(mut command: Command, pki: &Pki, options: &[&str]) -> Self {
-        let files = &pki.server;
+    fn start_as(command: Command, pki: &Pki, options: &[&str]) -> Self {
+        Self::start_with(command, &pki.server, options)
+    }
+
+    fn start_with(mut command: Command, files: &Issued, options: &[&str]) -> Self {
         let mut child = command
             .args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
             .args(["--slab-size", "1MiB", "--tls-ca"])
@@ -173,6 +178,70 @@ fn sighup_takes_renewed_certificates() {
 }
 
 #[test]
+fn a_ca_is_replaced_while_clients_are_at_work() {
+    let (old, new) = (Pki::new(), Pki::new());
+    // The server's files are its own: what is changed there is not the client's.
+    let dir = tempfile::tempdir().expect("a folder");
+    let place = |name: &str| dir.path().join(name);
+    let own = Issued {
+        ca: place("ca.pem"),
+        cert: place("server.pem"),
+        key: place("server.key"),
+    };
+    let put = |from: &Path, to: &Path| {
+        fs::copy(from, to).expect("copied");
+    };
+    put(&old.server.ca, &own.ca);
+    put(&old.server.cert, &own.cert);
+    put(&old.server.key, &own.key);
+    let process = Process::start_with(Command::new(PROGRAM), &own, &["--memory", "4MiB"]);
+    let gauge = |name: &str| {
+        let page = scrape(process.metrics);
+        metric(&page, &format!("outram_memserver_certificate_{name}"))
+    };
+    let mut client = Client::connect(process.address, &old.client, vm(1), 1).expect("in");
+    client.ask(Request::Reserve { bytes: SLAB });
+    let slab = client.lease();
+    let mut data = client.data();
+    data.write(slab, 0, &[7; 4096]);
+    let expiry = gauge("expiry_timestamp_seconds");
+
+    // First both CAs count. Nobody sends a signal.
+    let both = [&old.server.ca, &new.server.ca].map(|ca| fs::read_to_string(ca).expect("text"));
+    fs::write(&own.ca, both.concat()).expect("written");
+    // A client of either CA: whether the server lets it in.
+    let admitted = |client: &Pki, trusted: &Pki| {
+        let (client, trusted) = (&client.client, &trusted.server);
+        let Ok(mut channel) = client::channel_under(process.address, client, trusted) else {
+            return false;
+        };
+        let hello = client::hello(vm(9), 9);
+        let sent = channel.send(&hello, Instant::now() + client::PATIENCE);
+        sent.is_ok() && client::receive(&mut channel).is_ok()
+    };
+    eventually("the new CA counts too", || admitted(&new, &old));
+    assert!(admitted(&old, &old));
+
+    // Then the server's certificate; half of it is told, and hurts nobody.
+    put(&new.server.cert, &own.cert);
+    eventually("the half is told", || gauge("refused") == 1);
+    assert!(admitted(&old, &old));
+    put(&new.server.key, &own.key);
+    eventually("the whole is taken", || admitted(&new, &new));
+    assert_eq!(gauge("refused"), 0);
+    assert!(gauge("expiry_timestamp_seconds") >= expiry);
+
+    // Last, the old CA goes: who comes with it is refused, who is there stays.
+    put(&new.server.ca, &own.ca);
+    eventually("the old CA is gone", || !admitted(&old, &new));
+    assert!(admitted(&new, &new));
+    assert_eq!(client.ask(Request::Renew), Reply::Done);
+    assert_eq!(data.read(slab, 0, 4096), [7; 4096]);
+    let second = client.data().read(slab, 0, 4096);
+    assert_eq!(second, [7; 4096], "data connections are the session's");
+}
+
+#[test]
 fn metrics_have_these_names() {
     let pki = Pki::new();
     let process = Process::start(&pki, &["--memory", "4MiB"]);
@@ -189,6 +258,8 @@ fn metrics_have_these_names() {
     names.sort_unstable();
     let expected = [
         "outram_memserver_bad_frames counter",
+        "outram_memserver_certificate_expiry_timestamp_seconds gauge",
+        "outram_memserver_certificate_refused gauge",
         "outram_memserver_client_leased_bytes gauge",
         "outram_memserver_client_reserved_bytes gauge",
         "outram_memserver_connections gauge",

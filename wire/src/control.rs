@@ -9,6 +9,7 @@ use std::io::{self, Read, Write};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::identity::IdentityStatus;
 use crate::units::{Limit, VmId};
 
 /// Version of the messages of this module.
@@ -200,6 +201,9 @@ pub struct Status {
     /// Whether what leaves the host is sealed; earlier backends, which do not say, seal nothing.
     #[serde(default)]
     pub sealed: bool,
+    /// How this host's certificate is; nothing of it where an earlier backend does not say.
+    #[serde(default)]
+    pub identity: IdentityStatus,
     /// How the userfaultfds were obtained.
     pub handover: Option<String>,
     /// The guest's RAM found so far, in bytes.

@@ -7,6 +7,7 @@
 pub mod causes;
 pub mod control;
 pub mod disk;
+pub mod identity;
 pub mod incoming;
 pub mod pki;
 pub mod scrape;

@@ -126,7 +126,13 @@ fn provider() -> Arc<CryptoProvider> {
 
 /// A server's side: asks every client for a certificate.
 pub fn server_config(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
+    server_side(files).map(|(config, _)| config)
+}
+
+/// See [`server_config`]; and when the certificate expires, in seconds since 1970.
+pub(crate) fn server_side(files: &TlsFiles) -> Result<(Arc<ServerConfig>, i64), TlsError> {
     let identity = load(files)?;
+    let expires_unix_s = expiry(&identity.chain);
     check_server_chain(files, &identity)?;
     let verifier = client_verifier(files, &identity.roots)?;
     let mut config = ServerConfig::builder_with_provider(provider())
@@ -138,12 +144,18 @@ pub fn server_config(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
     // Each connection proves both certificates anew; tickets would only cost memory.
     config.send_tls13_tickets = 0;
     config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
-    Ok(Arc::new(config))
+    Ok((Arc::new(config), expires_unix_s))
 }
 
 /// A client's side: shows its certificate, and checks the server's against its address.
 pub fn client_config(files: &TlsFiles) -> Result<Arc<ClientConfig>, TlsError> {
+    client_side(files).map(|(config, _)| config)
+}
+
+/// See [`client_config`]; and when the certificate expires, in seconds since 1970.
+pub(crate) fn client_side(files: &TlsFiles) -> Result<(Arc<ClientConfig>, i64), TlsError> {
     let identity = load(files)?;
+    let expires_unix_s = expiry(&identity.chain);
     check_client_chain(files, &identity)?;
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])
@@ -152,7 +164,17 @@ pub fn client_config(files: &TlsFiles) -> Result<Arc<ClientConfig>, TlsError> {
         .with_client_auth_cert(identity.chain, identity.key)
         .map_err(|source| key_error(files, source))?;
     config.resumption = rustls::client::Resumption::disabled();
-    Ok(Arc::new(config))
+    Ok((Arc::new(config), expires_unix_s))
+}
+
+/// When the first certificate of a chain expires, in seconds since 1970. What is no certificate is
+/// refused elsewhere.
+pub fn expiry(chain: &[CertificateDer<'_>]) -> i64 {
+    let each = chain.iter().filter_map(|der| {
+        let (_, certificate) = X509Certificate::from_der(der).ok()?;
+        Some(certificate.validity().not_after.timestamp())
+    });
+    each.min().unwrap_or(i64::MAX)
 }
 
 /// The common name of a peer's certificate, which TLS has already found to be the CA's. Refuses

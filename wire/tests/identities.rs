@@ -126,6 +126,23 @@ fn an_expired_certificate_is_named() {
     );
 }
 
+/// TLS asks a CA for no date: it counts until it is taken out of the file, as the operator's pages say.
+#[test]
+fn an_expired_ca_counts_for_as_long_as_its_file_has_it() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let key = rcgen::KeyPair::generate().expect("a key");
+    let mut params = rcgen::CertificateParams::new(Vec::new()).expect("no names");
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
+    params.not_before = rcgen::date_time_ymd(2000, 1, 1);
+    params.not_after = rcgen::date_time_ymd(2001, 1, 1);
+    let ca = params.self_signed(&key).expect("a CA");
+    fs::write(dir.path().join("ca.pem"), ca.pem()).expect("written");
+    fs::write(dir.path().join("ca.key"), key.serialize_pem()).expect("written");
+    let server: TlsFiles = issue(dir.path(), Kind::Server, "mem1", 30).into();
+    let client: TlsFiles = issue(dir.path(), Kind::Client, "host1", 30).into();
+    assert!(tls::server_config(&server).is_ok() && tls::client_config(&client).is_ok());
+}
+
 #[test]
 fn a_certificate_without_a_purpose_is_neither_kind() {
     let dir = ca();

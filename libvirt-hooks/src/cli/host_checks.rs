@@ -5,14 +5,15 @@ use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use outram_wire::tls;
+use outram_wire::identity::{Identity, expires_soon, expiry_in_words};
+use rustls::ClientConfig;
 
-use super::doctor::{Check, knows_hook};
+use super::doctor::{Check, Verdict, knows_hook};
 use super::setup::HOOK_NAME;
 use crate::apparmor::{self, AppArmor};
 use crate::daemons;
 use crate::host::{self, HostSettings, Paths, is_executable};
-use crate::observer::Observer;
+use crate::observer::{Observer, ObserverError};
 use crate::shmem_thp;
 use crate::uffd_probe;
 use outram_wire::causes::with_causes;
@@ -277,11 +278,22 @@ pub(super) fn settings(paths: &Paths) -> (HostSettings, Check) {
     }
 }
 
+const RENEW: &str = "issue it anew ('outram pki issue' in the CA's directory) and put it in its place: \
+     it is taken without a restart";
+
 /// This host's identity: readable, of the CA, and not expired.
 pub(super) fn certificates(settings: &HostSettings) -> Check {
     let files = settings.tls_files();
-    match tls::client_config(&files) {
-        Ok(_) => Check::pass("certificates", files.cert.display().to_string()),
+    match Identity::<ClientConfig>::load(files.clone()) {
+        Ok(identity) => {
+            let status = identity.status();
+            let expires = status.expires_unix_s.map(expiry_in_words);
+            let words = format!("{} {}", files.cert.display(), expires.unwrap_or_default());
+            match status.expires_soon() {
+                true => Check::warn("certificates", words, RENEW),
+                false => Check::pass("certificates", words),
+            }
+        }
         Err(error) => Check::fail(
             "certificates",
             with_causes(&error),
@@ -297,10 +309,12 @@ pub(super) fn servers(
     wanted: Option<u64>,
 ) -> Vec<Check> {
     let files = settings.tls_files();
-    let check = |server| match Observer::connect(server, &files)
-        .and_then(|mut observer| observer.stats())
-    {
-        Ok(stats) => room(server, &stats, wanted),
+    let look = |server: &ServerAddress| {
+        let mut observer = Observer::connect(server, &files)?;
+        Ok::<_, ObserverError>((observer.stats()?, observer.expires_unix_s()))
+    };
+    let check = |server: &ServerAddress| match look(server) {
+        Ok((stats, expires)) => expiring(room(server, &stats, wanted), expires),
         Err(error) => Check::fail(
             "server",
             with_causes(&error),
@@ -308,6 +322,19 @@ pub(super) fn servers(
         ),
     };
     servers.iter().map(check).collect()
+}
+
+/// Adds a word about a server's certificate to what was found of it, if that is soon no good.
+fn expiring(check: Check, expires: i64) -> Check {
+    if check.verdict != Verdict::Pass || !expires_soon(Some(expires)) {
+        return check;
+    }
+    let found = format!(
+        "{}; its certificate {}",
+        check.found,
+        expiry_in_words(expires)
+    );
+    Check::warn("server", found, RENEW)
 }
 
 fn room(server: &ServerAddress, stats: &ServerStats, wanted: Option<u64>) -> Check {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::Args;
 use outram_wire::control::{DiskState, DiskStatus, ServerStatus, Status};
+use outram_wire::identity::{IdentityStatus, expiry_in_words};
 use outram_wire::units::format_size;
 use serde::Serialize;
 
@@ -239,6 +240,18 @@ fn add_processes(lines: &mut Lines, status: &Status) {
     );
     if let Some(handover) = &status.handover {
         lines.add("hand-over", handover);
+    }
+    add_identity(lines, &status.identity);
+}
+
+/// This host's certificate, where somebody has to look after it.
+fn add_identity(lines: &mut Lines, identity: &IdentityStatus) {
+    if let Some(expires) = identity.expires_unix_s.filter(|_| identity.expires_soon()) {
+        lines.add("certificate", &expiry_in_words(expires));
+    }
+    if let Some(reason) = &identity.refused {
+        let words = format!("NOT TAKEN as it is now, earlier ones are in use: {reason}");
+        lines.add("certificate", &words);
     }
 }
 

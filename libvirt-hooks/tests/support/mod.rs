@@ -105,6 +105,7 @@ pub(crate) fn status(name: &str, vm: VmId, limit: Limit) -> Status {
         qemu_pid: None,
         phase: Phase::Waiting,
         detail: None,
+        identity: Default::default(),
         sealed: true,
         handover: None,
         ram_bytes: 64 << 20,

@@ -17,7 +17,9 @@ use outram_wire::server::{
 };
 use outram_wire::tls::{self, Kind};
 use outram_wire::units::VmId;
-use rustls::pki_types::ServerName;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
 
 /// Slabs of the tests: small, so that many fit.
 pub const SLAB: u64 = 1 << 20;
@@ -89,6 +91,28 @@ pub fn channel(address: SocketAddr, identity: &Issued) -> Result<Channel, Channe
     let socket = TcpStream::connect(address).expect("the server listens");
     let name = ServerName::try_from("127.0.0.1").expect("an address");
     Channel::connect(socket, config, name, Instant::now() + PATIENCE)
+}
+
+/// Opens TLS alone, believing a server of the CA of `trusted`, whatever CA the client is of.
+pub fn channel_under(
+    address: SocketAddr,
+    client: &Issued,
+    trusted: &Issued,
+) -> Result<Channel, ChannelError> {
+    let read = |path: &Path| CertificateDer::from_pem_file(path).expect("a certificate");
+    let mut roots = RootCertStore::empty();
+    roots.add(read(&trusted.ca)).expect("a CA");
+    let key = PrivateKeyDer::from_pem_file(&client.key).expect("a key");
+    let config =
+        ClientConfig::builder_with_provider(rustls::crypto::ring::default_provider().into())
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .expect("TLS 1.3")
+            .with_root_certificates(roots)
+            .with_client_auth_cert(vec![read(&client.cert)], key)
+            .expect("they fit");
+    let socket = TcpStream::connect(address).expect("the server listens");
+    let name = ServerName::try_from("127.0.0.1").expect("an address");
+    Channel::connect(socket, config.into(), name, Instant::now() + PATIENCE)
 }
 
 pub fn receive(channel: &mut Channel) -> Result<ServerMessage, ChannelError> {

@@ -418,6 +418,29 @@ impl Snapshot {
     }
 }
 
+impl Snapshot {
+    fn encode_identity(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let identity = &self.status.identity;
+        let expiry = identity.expires_unix_s.unwrap_or_default();
+        for (name, help, value) in [
+            (
+                "certificate_expiry_timestamp_seconds",
+                "When this host's certificate expires, in seconds since 1970",
+                expiry,
+            ),
+            (
+                "certificate_refused",
+                "Whether the certificates' files are no good as they are now, so that earlier ones are in use",
+                identity.refused.is_some().into(),
+            ),
+        ] {
+            let metric = ConstGauge::new(value);
+            metric.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
+        }
+        Ok(())
+    }
+}
+
 impl Collector for Snapshot {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         self.encode_memory(&mut encoder)?;
@@ -425,6 +448,7 @@ impl Collector for Snapshot {
         self.encode_plain(&mut encoder)?;
         self.encode_wait(&mut encoder)?;
         self.encode_servers(&mut encoder)?;
+        self.encode_identity(&mut encoder)?;
         self.encode_disk(&mut encoder)?;
         self.encode_latency(&mut encoder)
     }
@@ -456,6 +480,10 @@ mod tests {
             phase: Phase::Serving,
             detail: None,
             sealed: true,
+            identity: outram_wire::identity::IdentityStatus {
+                expires_unix_s: Some(1_900_000_000),
+                refused: None,
+            },
             handover: None,
             ram_bytes: 1 << 30,
             limit: Limit::LocalBytes(1 << 29),
@@ -540,6 +568,8 @@ mod tests {
                 "outram_server_connected gauge",
                 "outram_server_stored_bytes gauge",
                 "outram_server_slabs gauge",
+                "outram_certificate_expiry_timestamp_seconds gauge",
+                "outram_certificate_refused gauge",
                 "outram_far_disk_bytes gauge",
                 "outram_far_disk_requests counter",
                 "outram_far_disk_wire_bytes counter",
@@ -550,6 +580,7 @@ mod tests {
         for line in [
             "outram_faults_total{outcome=\"remote\"} 7",
             "outram_fault_wait_seconds_total 1.5",
+            "outram_certificate_expiry_timestamp_seconds 1900000000",
             "outram_server_connected{server=\"mem1:7741\"} 1.0",
             "outram_far_disk_bytes{of=\"stored\"} 4096",
             "outram_far_disk_requests_total{outcome=\"error\"} 4",

@@ -26,6 +26,7 @@ use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use outram_wire::causes::with_causes;
+use outram_wire::identity::Identity;
 use outram_wire::incoming::Incoming;
 
 pub use config::{Config, ConfigError, DiskSettings, Flags};
@@ -113,7 +114,7 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
     surroundings::prepare();
     let remote = RemoteConfig {
         addresses: config.servers.clone(),
-        tls: config.tls.clone(),
+        identity: Arc::new(Identity::of(config.tls.clone())),
         vm: config.vm,
         secret: outram_wire::server::SessionSecret::random()
             .map_err(std::io::Error::other)
@@ -139,7 +140,7 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
             return Err(error);
         }
     };
-    let daemon = Daemon::new(config, Some(prepared), disk);
+    let daemon = Daemon::new(config, remote.identity, Some(prepared), disk);
     tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
     open_doors(Arc::new(daemon), dir)
 }
@@ -167,7 +168,7 @@ fn serve_again(
     };
     tracing::warn!(name = %config.name, "the guest's backend has died: its memory is taken over");
     let guest = guest::take_over_again(&config, orphan, remote, disk.clone())?;
-    let daemon = Arc::new(Daemon::new(config, None, disk));
+    let daemon = Arc::new(Daemon::new(config, remote.identity.clone(), None, disk));
     guest::serve(&daemon, guest);
     open_doors(daemon, dir)
 }

@@ -5,8 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use outram_wire::control::{Counters, HomingStatus, Phase, ServerStatus, Status};
+use outram_wire::identity::{Identity, IdentityStatus};
 use outram_wire::seal::Seal;
 use outram_wire::units::format_size;
+use rustls::ClientConfig;
 
 use super::config::Config;
 use super::guest::Guest;
@@ -14,6 +16,7 @@ use super::lost_pages;
 use super::run_dir::STATE_DIR;
 use crate::far_disk::FarDisk;
 use crate::pager::{Course, DISK_TABLE, HEADROOM_BYTES, MemoryReport, PreparedPager};
+use crate::remote;
 
 /// Anonymous memory of a backend that is not counted against its guest's limit: code's data,
 /// stacks, connection buffers, and the eviction queue of a guest with up to 64 GiB resident.
@@ -41,6 +44,7 @@ pub(super) struct Daemon {
     pub(super) config: Config,
     pub(super) asked_to_stop: Arc<AtomicBool>,
     pub(super) asked_to_start_again: AtomicBool,
+    identity: Arc<Identity<ClientConfig>>,
     stage: Mutex<Stage>,
     prepared: Mutex<Option<PreparedPager>>,
     pub(super) disk: Option<Arc<FarDisk>>,
@@ -49,6 +53,7 @@ pub(super) struct Daemon {
 impl Daemon {
     pub(super) fn new(
         config: Config,
+        identity: Arc<Identity<ClientConfig>>,
         prepared: Option<PreparedPager>,
         disk: Option<Arc<FarDisk>>,
     ) -> Self {
@@ -56,6 +61,7 @@ impl Daemon {
             config,
             asked_to_stop: Arc::default(),
             asked_to_start_again: AtomicBool::new(false),
+            identity,
             stage: Mutex::new(Stage::Waiting),
             prepared: Mutex::new(prepared),
             disk,
@@ -127,6 +133,12 @@ impl Daemon {
         blocks.map_or(0, |found| found.blocks() * 512)
     }
 
+    /// As its files are now, so that a renewal that failed is seen before it is needed.
+    fn identity_status(&self) -> IdentityStatus {
+        remote::refresh(&self.identity);
+        self.identity.status()
+    }
+
     /// Everything known.
     pub(super) fn status(&self) -> Status {
         let stage = self.stage();
@@ -153,6 +165,7 @@ impl Daemon {
             qemu_pid: guest.map(|guest| guest.vmm.pid as u32),
             phase,
             detail,
+            identity: self.identity_status(),
             handover: guest.map(|guest| guest.way.to_string()),
             ram_bytes: if memory.ram > 0 {
                 memory.ram

@@ -5,6 +5,7 @@ use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use outram_wire::identity::Identity;
 use outram_wire::server::channel::{Channel, ChannelError, Received, prepare_socket};
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::data::{Admission, WELCOME_BYTES, decode_welcome, encode_hello};
@@ -12,7 +13,7 @@ use outram_wire::server::{
     CONTROL_VERSIONS, ClientMessage, Hello, Purpose, Refusal, Reply, Request, ServerMessage, Token,
     Welcome,
 };
-use outram_wire::tls::{self, Kind, TlsFiles};
+use outram_wire::tls::{self, Kind};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
@@ -26,9 +27,7 @@ const DEAD_AFTER: Duration = Duration::from_secs(15);
 pub(super) struct Dialer {
     pub(super) address: ServerAddress,
     pub(super) timing: Timing,
-    files: TlsFiles,
-    /// The identity in the files when they were last good.
-    tls: Arc<ClientConfig>,
+    identity: Arc<Identity<ClientConfig>>,
     name: ServerName<'static>,
 }
 
@@ -44,12 +43,6 @@ impl Dialer {
     pub(super) fn new(config: &RemoteConfig, server: usize) -> Result<Self, RemoteError> {
         let address = config.addresses.get(server);
         let address = address.ok_or(RemoteError::NoSuchServer(server))?.clone();
-        Self::to(address, &config.tls, config.timing)
-    }
-
-    fn to(address: ServerAddress, files: &TlsFiles, timing: Timing) -> Result<Self, RemoteError> {
-        let tls = tls::client_config(files)?;
-        let files = files.clone();
         let name = ServerName::try_from(address.host().to_owned()).map_err(|error| {
             RemoteError::Resolve {
                 server: address.clone(),
@@ -58,27 +51,19 @@ impl Dialer {
         })?;
         Ok(Self {
             address,
-            timing,
-            files,
-            tls,
+            timing: config.timing,
+            identity: config.identity.clone(),
             name,
         })
     }
 
-    /// Reads the certificates again, for they may have been renewed. Files that are no good (a
-    /// renewal half done, or out of reach by now) leave the identity as it is.
-    pub(super) fn refresh_identity(&mut self) {
-        match tls::client_config(&self.files) {
-            Ok(tls) => self.tls = tls,
-            Err(error) => tracing::debug!("the certificates were not read again: {error}"),
-        }
-    }
-
-    /// Connects, shakes hands and says hello.
+    /// Connects, shakes hands under the identity as its files are now, and says hello.
     pub(super) fn control(&self, purpose: &Purpose) -> Result<Greeted, RemoteError> {
+        super::refresh(&self.identity);
+        let identity = self.identity.current()?;
         let deadline = Instant::now() + self.timing.connect;
         let socket = self.socket(deadline)?;
-        let mut channel = Channel::connect(socket, self.tls.clone(), self.name.clone(), deadline)
+        let mut channel = Channel::connect(socket, identity, self.name.clone(), deadline)
             .map_err(|source| self.control_error(source))?;
         tls::peer_name(channel.peer_certificates(), Kind::Server)?;
         let (version_min, version_max) = CONTROL_VERSIONS.into_inner();

@@ -189,7 +189,6 @@ impl Keeper {
             }
             let timing = &self.dialer.timing;
             pause = (pause * 2).clamp(timing.retry_min, timing.retry_max);
-            self.dialer.refresh_identity();
             match self.dialer.control(&self.purpose) {
                 Ok(fresh) => {
                     self.shared.status().reconnections += 1;

@@ -12,9 +12,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use outram_wire::identity::{Change, Identity};
 use outram_wire::server::{DiskId, InstanceId, Opening, Refusal, SessionSecret, SlabId};
-use outram_wire::tls::TlsFiles;
 use outram_wire::units::VmId;
+use rustls::ClientConfig;
 
 mod connect;
 mod connection;
@@ -38,8 +39,8 @@ pub use session::{Former, Session, SessionStatus};
 pub struct RemoteConfig {
     /// The servers; a session is of one of them, by index.
     pub addresses: Vec<ServerAddress>,
-    /// This host's identity.
-    pub tls: TlsFiles,
+    /// This host's identity, as its files are whenever a connection is made.
+    pub identity: Arc<Identity<ClientConfig>>,
     /// The guest.
     pub vm: VmId,
     /// Opens the sessions, and proves that they are ours after a reconnection. A backend that is to
@@ -51,6 +52,19 @@ pub struct RemoteConfig {
     pub data_connections: usize,
     /// Times.
     pub timing: Timing,
+}
+
+/// Looks whether this host's certificates were renewed, and says so. Connections that stand go on.
+pub fn refresh(identity: &Identity<ClientConfig>) {
+    match identity.refresh() {
+        Change::None => {}
+        Change::Taken => tracing::info!("renewed certificates are taken"),
+        Change::Refused(reason) => {
+            tracing::warn!(
+                "the certificates are no good; those that were good before, if any, stay in use: {reason}"
+            );
+        }
+    }
 }
 
 /// A far-memory disk that a session is to be of.

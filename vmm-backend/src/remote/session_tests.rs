@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, unbounded};
 use outram_memserver::{Config, Server};
+use outram_wire::pki::{self, Order};
 use outram_wire::server::{Refusal, SessionSecret, SlabId};
 use outram_wire::tls::{Kind, TlsError, TlsFiles};
 
@@ -34,7 +35,17 @@ impl Owner {
     fn start(config: &RemoteConfig, slabs: u64) -> Result<Self, RemoteError> {
         let (sender, events) = unbounded();
         let session = Session::start(0, config, slabs * SLAB, sender)?;
-        Ok(Self {
+        Ok(Self::of(session, events))
+    }
+
+    fn resume(config: &RemoteConfig, former: Former) -> Result<Self, RemoteError> {
+        let (sender, events) = unbounded();
+        let session = Session::resume(0, config, former, sender)?;
+        Ok(Self::of(session, events))
+    }
+
+    fn of(session: Session, events: Receiver<SessionEvent>) -> Self {
+        Self {
             session,
             events,
             conns: HashMap::new(),
@@ -44,7 +55,7 @@ impl Owner {
             refused: Vec::new(),
             ups: 0,
             downs: Vec::new(),
-        })
+        }
     }
 
     fn note(&mut self, event: SessionEvent) {
@@ -395,6 +406,100 @@ fn a_successor_takes_over_what_was_leased() {
             .contains("under another certificate or secret"),
         "{refused}"
     );
+}
+
+/// Puts a copy of an identity where a test may change it.
+fn own_files(dir: &tempfile::TempDir, from: &TlsFiles) -> TlsFiles {
+    let place = |name: &str| dir.path().join(name);
+    let own = TlsFiles {
+        ca: place("ca.pem"),
+        cert: place("client.pem"),
+        key: place("client.key"),
+    };
+    put(from, &own);
+    own
+}
+
+fn put(from: &TlsFiles, to: &TlsFiles) {
+    for (from, to) in [
+        (&from.ca, &to.ca),
+        (&from.cert, &to.cert),
+        (&from.key, &to.key),
+    ] {
+        std::fs::copy(from, to).expect("copied");
+    }
+}
+
+#[test]
+fn renewed_certificates_serve_the_next_connection_and_bad_ones_none() {
+    let pki = Pki::new();
+    let server = serve(&pki, anywhere(), |_| {});
+    let gate = Gate::to(server.local_addr());
+    let dir = tempfile::tempdir().expect("a folder");
+    let files = own_files(&dir, &pki.client.clone().into());
+    let config = config(gate.address, files.clone());
+    let mut owner = Owner::start(&config, 2).expect("a session");
+    owner.connected();
+    let slab = owner.lease();
+    owner.write(slab, 0, &page(9));
+    let expires = |config: &RemoteConfig| config.identity.status().expires_unix_s;
+    let first = expires(&config).expect("one is in use");
+
+    std::fs::write(&files.cert, "half of a certif").expect("written");
+    gate.cut();
+    owner.until("a connection under what was good", |owner| owner.ups == 2);
+    owner.connected();
+    assert_eq!(owner.read(slab, 0, 4096), page(9));
+    let refused = config.identity.status().refused.expect("told");
+    assert!(refused.contains("no certificate in PEM form"), "{refused}");
+
+    // The same name under the same CA: the session is found again.
+    let ca = tempfile::tempdir().expect("a folder");
+    for file in ["ca.pem", "ca.key"] {
+        std::fs::copy(pki.dir.path().join(file), ca.path().join(file)).expect("copied");
+    }
+    let order = Order {
+        kind: Kind::Client,
+        name: "client",
+        addresses: &[],
+        days: 30,
+    };
+    let renewed = pki::issue(ca.path(), &order).expect("issued");
+    put(&renewed.into(), &files);
+    gate.cut();
+    owner.until("a connection under the renewed one", |owner| owner.ups == 3);
+    owner.connected();
+    assert_eq!(owner.read(slab, 0, 4096), page(9));
+    assert!(owner.lost.is_empty());
+    assert_eq!(config.identity.status().refused, None);
+    assert!(expires(&config).expect("in use") > first + 20 * 24 * 3600);
+}
+
+#[test]
+fn a_successor_waits_for_certificates_that_are_no_good() {
+    let pki = Pki::new();
+    let server = serve(&pki, anywhere(), |_| {});
+    let dir = tempfile::tempdir().expect("a folder");
+    let files = own_files(&dir, &pki.client.clone().into());
+    let good = config(server.local_addr(), pki.client.clone());
+    let mut owner = Owner::start(&good, 1).expect("a session");
+    owner.connected();
+    let slab = owner.lease();
+    owner.write(slab, 0, &page(5));
+    drop(owner);
+
+    std::fs::remove_file(&files.key).expect("removed");
+    let config = config(server.local_addr(), files.clone());
+    let former = Former {
+        held: vec![slab],
+        reserve_bytes: SLAB,
+    };
+    let mut owner = Owner::resume(&config, former).expect("it waits");
+    owner.until("word of the trouble", |owner| !owner.downs.is_empty());
+    assert!(matches!(*owner.downs[0], RemoteError::Identity(_)));
+    put(&pki.client.clone().into(), &files);
+    owner.connected();
+    assert_eq!(owner.read(slab, 0, 4096), page(5));
 }
 
 #[test]

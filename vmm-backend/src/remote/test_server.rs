@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use outram_memserver::{Config, Server};
+use outram_wire::identity::Identity;
 use outram_wire::pki::{self, Issued, Order};
 use outram_wire::server::SessionSecret;
 use outram_wire::tls::{Kind, TlsFiles};
@@ -63,7 +64,7 @@ pub(crate) fn anywhere() -> SocketAddr {
 pub(crate) fn config(address: SocketAddr, tls: impl Into<TlsFiles>) -> RemoteConfig {
     RemoteConfig {
         addresses: vec![address.to_string().parse().expect("an address")],
-        tls: tls.into(),
+        identity: Arc::new(Identity::of(tls.into())),
         vm: VmId(uuid::Uuid::from_u128(7)),
         secret: SessionSecret([7; 32]),
         arrives: false,
