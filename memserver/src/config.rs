@@ -30,6 +30,8 @@ pub struct Config {
     pub listen: SocketAddr,
     /// Bytes to lend at most.
     pub memory_bytes: u64,
+    /// Bytes to set aside at most for all that comes under one client certificate, if bounded.
+    pub client_memory_bytes: Option<u64>,
     /// Bytes of a slab.
     pub slab_bytes: u64,
     /// The server's identity, and the CA of its clients.
@@ -58,6 +60,7 @@ impl Config {
         Self {
             listen,
             memory_bytes,
+            client_memory_bytes: None,
             slab_bytes: DEFAULT_SLAB_BYTES,
             tls,
             lease_timeout: DEFAULT_LEASE_TIMEOUT,
@@ -90,6 +93,8 @@ impl Config {
         let memory = flags.memory.or(file.memory).ok_or(missing("memory"))?;
         let mut config = Self::new(listen, memory.0, tls);
         config.metrics = flags.metrics.or(file.metrics);
+        let client_memory = flags.client_memory.or(file.client_memory);
+        config.client_memory_bytes = client_memory.map(|size| size.0);
         if let Some(size) = flags.slab_size.or(file.slab_size) {
             config.slab_bytes = size.0;
         }
@@ -136,6 +141,10 @@ pub struct Flags {
     /// Memory to lend at most, such as 64GiB; taken from the system only as slabs are leased
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
+    /// Memory that the guests and disks of one client certificate may have set aside in all, such as
+    /// 16GiB; no bound but --memory unless given
+    #[arg(long, value_name = "SIZE")]
+    pub client_memory: Option<Size>,
     /// Size of the pieces that are lent [default: 64MiB]
     #[arg(long, value_name = "SIZE")]
     pub slab_size: Option<Size>,
@@ -166,6 +175,7 @@ pub struct Flags {
 struct File {
     listen: Option<SocketAddr>,
     memory: Option<Size>,
+    client_memory: Option<Size>,
     slab_size: Option<Size>,
     tls_ca: Option<PathBuf>,
     tls_cert: Option<PathBuf>,

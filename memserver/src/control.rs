@@ -256,7 +256,7 @@ fn drop_disk(desk: &Desk, asker: &ClientName, disk: DiskId) -> Reply {
 }
 
 fn stats(desk: &Desk, asker: &ClientName) -> Reply {
-    Reply::Stats(Box::new(desk.ledger.stats(|name| name == asker)))
+    Reply::Stats(Box::new(desk.ledger.stats_for(asker)))
 }
 
 /// Whether an error is the client's breach of the protocol, not a connection's ordinary end.

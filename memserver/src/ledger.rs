@@ -39,6 +39,8 @@ pub(crate) struct Terms {
     pub(crate) slab_bytes: u64,
     pub(crate) lease_timeout: Duration,
     pub(crate) max_sessions: usize,
+    /// What is set aside for the clients of one certificate at most, if that is bounded.
+    pub(crate) client_bytes: Option<u64>,
     /// A token not used for so long is void.
     pub(crate) token_life: Duration,
     /// A disk that nobody used for so long is dropped; kept without limit if none is set.
@@ -55,7 +57,6 @@ pub(crate) struct Ledger {
 
 struct Books {
     memory_bytes: u64,
-    next_slab: u64,
     next_control: u64,
     /// Accounts opened so far.
     opened: u64,
@@ -65,6 +66,9 @@ struct Books {
 
 struct Account {
     session: Arc<Session>,
+    /// Counts on from a random start: ids of another session or another instance mean nothing here,
+    /// and nobody learns from its own how many slabs others lease.
+    next_slab: u64,
     /// Which of all accounts ever opened it is.
     opened: u64,
     reserved_bytes: u64,
@@ -133,28 +137,19 @@ pub(crate) struct Ended {
 }
 
 impl Ledger {
-    pub(crate) fn new(
-        instance: InstanceId,
-        memory_bytes: u64,
-        terms: Terms,
-    ) -> Result<Self, getrandom::Error> {
-        let mut start = [0; 8];
-        getrandom::fill(&mut start[4..])?;
-        Ok(Self {
+    pub(crate) fn new(instance: InstanceId, memory_bytes: u64, terms: Terms) -> Self {
+        Self {
             instance,
             terms,
             lent_bytes: Arc::default(),
             books: Mutex::new(Books {
                 memory_bytes,
-                // Ids of another instance mean nothing here: a random upper half tells them apart,
-                // but for the top bit, which leaves room to count.
-                next_slab: (u64::from_le_bytes(start) >> 1) + 1,
                 next_control: 1,
                 opened: 0,
                 closing: false,
                 accounts: HashMap::new(),
             }),
-        })
+        }
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
@@ -184,7 +179,8 @@ impl Ledger {
     /// Sets `bytes` in all aside for the client; returns what it has then.
     pub(crate) fn reserve(&self, hold: &Hold, bytes: u64) -> Result<u64, Refusal> {
         let mut books = self.books();
-        let free_bytes = books.memory_bytes.saturating_sub(books.reserved_bytes());
+        let name = account_of(&mut books, hold)?.name().clone();
+        let free_bytes = self.free_bytes(&books, &name);
         let account = account_of(&mut books, hold)?;
         let slab_bytes = self.terms.slab_bytes;
         let leased = account.session.mapped_bytes();
@@ -205,7 +201,6 @@ impl Ledger {
     pub(crate) fn lease(&self, hold: &Hold) -> Result<SlabId, Refusal> {
         let mut books = self.books();
         let memory_bytes = books.memory_bytes;
-        let id = SlabId(books.next_slab);
         let slab_bytes = self.terms.slab_bytes;
         let account = account_of(&mut books, hold)?;
         // Released slabs count for as long as a request in work uses them.
@@ -230,8 +225,9 @@ impl Ledger {
         let slab = Slab::map(self.slab_bytes(), counts).map_err(|error| Refusal::OutOfMemory {
             reason: error.to_string(),
         })?;
+        let id = SlabId(account.next_slab);
+        account.next_slab += 1;
         account.session.add_slab(id, slab);
-        books.next_slab += 1;
         Ok(id)
     }
 
@@ -377,7 +373,38 @@ impl Ledger {
         }
     }
 
-    /// What is lent: of the clients, those that `show` lets through.
+    /// What may still be set aside for a client of that name.
+    fn free_bytes(&self, books: &Books, name: &ClientName) -> u64 {
+        let free = books.memory_bytes.saturating_sub(books.reserved_bytes());
+        let Some(most) = self.terms.client_bytes else {
+            return free;
+        };
+        let own = books.accounts.values().filter(|own| own.name() == name);
+        let own: u64 = own.map(|account| account.reserved_bytes).sum();
+        free.min(most.saturating_sub(own))
+    }
+
+    /// What is lent to a client, as it may know it: what others have is no part of it. What it has
+    /// and what is free for it come to `memory_bytes`.
+    pub(crate) fn stats_for(&self, asker: &ClientName) -> ServerStats {
+        let mut stats = self.stats(|name| name == asker);
+        let clients = stats.clients.iter();
+        let clients = clients.map(|client| [client.reserved_bytes, client.leased_bytes]);
+        let disks = stats.disks.iter();
+        let disks = disks.map(|disk| [disk.reserved_bytes, disk.leased_bytes]);
+        let own = clients
+            .chain(disks)
+            .fold([0, 0], |sum, own| [sum[0] + own[0], sum[1] + own[1]]);
+        let lent = self.lent_bytes.load(Ordering::Acquire);
+        let books = self.books();
+        let unlent = books.memory_bytes.saturating_sub(lent);
+        let free = self.free_bytes(&books, asker).min(unlent);
+        [stats.reserved_bytes, stats.leased_bytes] = own;
+        stats.memory_bytes = own[0].max(own[1]) + free;
+        stats
+    }
+
+    /// What is lent in all: of the clients, those that `show` lets through.
     pub(crate) fn stats(&self, show: impl Fn(&ClientName) -> bool) -> ServerStats {
         let books = self.books();
         let slab_bytes = self.terms.slab_bytes;

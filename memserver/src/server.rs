@@ -87,10 +87,11 @@ impl Server {
             slab_bytes: config.slab_bytes,
             lease_timeout: config.lease_timeout,
             max_sessions: config.max_guests,
+            client_bytes: config.client_memory_bytes,
             token_life: config.token_life,
             parked_disk_timeout: config.parked_disk_timeout,
         };
-        let ledger = Ledger::new(instance, config.memory_bytes, terms).map_err(no_random)?;
+        let ledger = Ledger::new(instance, config.memory_bytes, terms);
         let desk = Desk {
             ledger: Arc::new(ledger),
             metrics: Metrics::new(),

@@ -432,7 +432,7 @@ fn statistics_show_a_clients_own_guests_alone() {
     assert_eq!(stats.clients[0].vm, vm(1));
     assert_eq!(stats.clients[0].slabs, 1);
     assert_eq!(stats.clients[0].data_connections, 1);
-    assert_eq!(stats.reserved_bytes, 2 * SLAB);
+    assert_eq!((stats.reserved_bytes, stats.leased_bytes), (2 * SLAB, SLAB));
     let Reply::Stats(stats) = other.ask(Request::Stats) else {
         panic!("no statistics");
     };

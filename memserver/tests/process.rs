@@ -371,6 +371,7 @@ fn help_names_every_option() {
         "--config",
         "--listen",
         "--memory",
+        "--client-memory",
         "--slab-size",
         "--tls-ca",
         "--tls-cert",

@@ -94,11 +94,13 @@ impl Ledger {
                 limit: self.terms.max_sessions as u64,
             });
         }
+        let next_slab = random_number()? >> 1;
         let session = Session::new(holder, caller.name.clone(), caller.secret);
         let session = Arc::new(session);
         books.opened += 1;
         let account = Account {
             session: session.clone(),
+            next_slab,
             opened: books.opened,
             reserved_bytes: 0,
             renewed_at: BootTime::now(),
@@ -148,6 +150,15 @@ impl Ledger {
             disk: account.disk.as_ref().map(DiskAccount::welcome),
         })
     }
+}
+
+/// A number that tells nothing. Half of all numbers are far from the largest.
+pub(super) fn random_number() -> Result<u64, Refusal> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).map_err(|error| Refusal::OutOfMemory {
+        reason: error.to_string(),
+    })?;
+    Ok(u64::from_le_bytes(bytes))
 }
 
 impl Books {

@@ -11,7 +11,7 @@ use outram_wire::server::{
     ClientName, DiskId, DiskShape, DiskStats, DiskWelcome, Opening, Refusal,
 };
 
-use super::admission::{Caller, Claim};
+use super::admission::{Caller, Claim, random_number};
 use super::{Account, Books, FENCE_TIMEOUT, Ledger};
 use crate::session::Holder;
 
@@ -43,8 +43,8 @@ impl Ledger {
         opening: &Opening,
     ) -> Result<Claim, Refusal> {
         let holder = Holder::Disk(disk);
-        let claim = books.next_control;
-        books.next_control += 1;
+        // Not counted: a number would tell how many others come and go.
+        let claim = random_number()?;
         if let Some(account) = books.accounts.get_mut(&holder) {
             account.check_claim(caller, disk, opening)?;
         }

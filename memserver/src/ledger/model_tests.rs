@@ -53,12 +53,13 @@ impl World {
             slab_bytes: SLAB,
             lease_timeout: Duration::from_secs(3600),
             max_sessions: GUESTS as usize,
+            client_bytes: None,
             token_life: Duration::from_secs(3600),
             parked_disk_timeout: None,
         };
         let instance = InstanceId::random().expect("random numbers");
         Self {
-            ledger: Ledger::new(instance, MEMORY, terms).expect("random numbers"),
+            ledger: Ledger::new(instance, MEMORY, terms),
             socket: Arc::new(TcpStream::connect(address).expect("connected")),
             waker: Arc::new(new_waker().expect("an eventfd")),
             name: ClientName("host".to_owned()),
