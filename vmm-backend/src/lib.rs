@@ -5,6 +5,7 @@ pub mod daemon;
 pub mod device;
 pub mod engine;
 pub mod far_disk;
+pub mod fuzzing;
 pub mod handover;
 pub mod pager;
 pub mod remote;

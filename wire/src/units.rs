@@ -11,8 +11,22 @@ pub const PAGE_SIZE: usize = 4096;
 /// Size of a guest's pages: what is moved, counted and checked as one. All of a guest's RAM has
 /// pages of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
+#[serde(try_from = "u32", into = "u32")]
 pub struct PageSize(u32);
+
+impl From<PageSize> for u32 {
+    fn from(size: PageSize) -> u32 {
+        size.0
+    }
+}
+
+impl TryFrom<u32> for PageSize {
+    type Error = UnitError;
+
+    fn try_from(bytes: u32) -> Result<Self, UnitError> {
+        Self::new(bytes).ok_or_else(|| UnitError::PageSize(bytes.to_string()))
+    }
+}
 
 impl PageSize {
     /// Base pages: of memfds and other files on tmpfs.
@@ -284,6 +298,10 @@ mod tests {
             assert_eq!(refused, Err(UnitError::PageSize(text.to_owned())));
         }
         assert_eq!(PageSize::new(3 << 20), None);
+        assert_eq!(serde_json::from_str("4096").ok(), Some(PageSize::BASE));
+        for bytes in ["0", "1", "4095", "6144"] {
+            assert!(serde_json::from_str::<PageSize>(bytes).is_err(), "{bytes}");
+        }
         assert_eq!(PageSize::HUGE.pages_in(1 << 20, 2), 2);
     }
 

@@ -14,6 +14,7 @@
 mod chain;
 mod dirty_log;
 mod disk;
+pub(crate) mod fuzzing;
 mod guard;
 mod memory;
 mod request;

@@ -6,6 +6,7 @@
 
 mod demand;
 mod evictor;
+pub(crate) mod fuzzing;
 mod guest_ram;
 mod homing;
 mod inbox;

@@ -26,7 +26,7 @@ use outram_wire::units::{PageSize, VmId};
 use super::guest_ram::{GuestRam, intersect};
 use super::limits::{Standing, reserve_bytes};
 use super::plugging::{Plugging, watch};
-use super::record::{BlockRecord, Record};
+use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
 use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, Recovered, lock, system};
@@ -45,6 +45,9 @@ use crate::remote::{
 
 /// Groups' numbers have 24 bits.
 const MOST_GROUPS: u32 = 1 << 24;
+
+/// More userfaultfds than any backend asks for.
+const MOST_SHARDS: usize = 4096;
 
 /// Why a guest is not taken over. It stands still at its next fault, as before.
 #[derive(Debug, thiserror::Error)]
@@ -141,6 +144,7 @@ impl Orphan {
     /// Serves it from here on. Of `remote` the identity is used; servers and secret are those that
     /// the former process had.
     pub fn take_over(self, remote: &RemoteConfig) -> Result<(Vmm, Pager), TakeoverError> {
+        check(&self.state_dir.records(), &self.record)?;
         let size = self.record.page_size;
         let table = self.state_dir.open_table(self.record.vm)?;
         let table_file = table.file().map_err(system("duplicating a descriptor"))?;
@@ -157,7 +161,7 @@ impl Orphan {
             budget: budget::Budget::new(sizes.budget_pages, size),
             // Its capacity is set once its slots are claimed.
             staging: StagingPool::new(0),
-            slots: self.former_slots()?,
+            slots: former_slots(&self.state_dir.records(), &self.record)?,
             key: PageKey::new(&keys.secret, keys.seal),
             stats: Stats::new(),
         });
@@ -261,29 +265,46 @@ impl Orphan {
 
     /// The servers that the former process had, in their order.
     pub fn addresses(&self) -> Result<Vec<ServerAddress>, AddressError> {
-        let servers = self.record.servers.iter();
-        servers.map(|server| server.parse()).collect()
+        addresses(&self.record)
     }
+}
 
-    /// The slots of the slabs that the former process had.
-    fn former_slots(&self) -> Result<SlotPool, TakeoverError> {
-        let records = self.state_dir.records();
-        let (places, next) = records.groups()?;
-        let servers = self.record.servers.len();
-        let is_sound = |place: &GroupPlace| {
-            let bytes = u64::from(place.slots) * self.record.page_size.bytes();
-            place.number < next
-                && place.slab.server < servers
-                && (1..=u64::from(u32::MAX)).contains(&bytes)
-        };
-        if servers == 0 || next > MOST_GROUPS || !places.iter().all(is_sound) {
-            let why = "it names what cannot be";
-            return Err(records.unusable("groups", why).into());
-        }
-        let slots = SlotPool::new(servers);
-        slots.restore(&places, next);
-        Ok(slots)
+/// Refuses a record that no hand-over leaves.
+pub(super) fn check(records: &Records, record: &Record) -> Result<(), StateError> {
+    let is_sound = (1..=MOST_SHARDS).contains(&record.userfaultfds.len())
+        && !record.servers.is_empty()
+        && [PageSize::BASE, PageSize::HUGE].contains(&record.page_size);
+    match is_sound {
+        true => Ok(()),
+        false => Err(records.unusable("record", "it names what cannot be")),
     }
+}
+
+pub(super) fn addresses(record: &Record) -> Result<Vec<ServerAddress>, AddressError> {
+    let servers = record.servers.iter();
+    servers.map(|server| server.parse()).collect()
+}
+
+/// The slots of the slabs that the former process had.
+pub(super) fn former_slots(records: &Records, record: &Record) -> Result<SlotPool, StateError> {
+    let (places, next) = records.groups()?;
+    let servers = record.servers.len();
+    // Two groups in one slab would give two pages the same place.
+    let (mut numbers, mut slabs) = (HashSet::new(), HashSet::new());
+    let mut is_sound = |place: &GroupPlace| {
+        let bytes = u64::from(place.slots) * record.page_size.bytes();
+        place.number < next
+            && place.slab.server < servers
+            && (1..=u64::from(u32::MAX)).contains(&bytes)
+            && numbers.insert(place.number)
+            && slabs.insert(place.slab)
+    };
+    if next > MOST_GROUPS || !places.iter().all(&mut is_sound) {
+        return Err(records.unusable("groups", "it names what cannot be"));
+    }
+    let slots = SlotPool::new(servers);
+    slots.restore(&places, next);
+    Ok(slots)
 }
 
 impl Pager {
@@ -308,7 +329,7 @@ fn is_gone(error: &io::Error) -> bool {
     )
 }
 
-fn places(block: &BlockRecord) -> Vec<PageRun> {
+pub(super) fn places(block: &BlockRecord) -> Vec<PageRun> {
     let regions = block.regions.iter();
     let places = regions.map(|region| PageRun {
         first: PageIndex(region.first),
