@@ -3,6 +3,7 @@
 # make man          manual pages and shell completions, to target/manual
 # make deb          Debian packages, to target/debian
 # make lab          a shell in an emulated machine with KVM whose root is this one's (tests/README.md)
+# make fuzz         each fuzz target for FUZZ_SECONDS (60), or one with FUZZ=NAME (tests/README.md)
 # make check        formatting, lints, documentation
 # make clean-state  removes what interrupted runs may have left behind
 #
@@ -11,7 +12,7 @@
 
 export PATH := $(PATH):/usr/sbin:/sbin
 
-.PHONY: all build demo test man deb lab check images clean-state
+.PHONY: all build demo test man deb lab fuzz check images clean-state
 
 all: build
 
@@ -51,6 +52,17 @@ lab:
 	@tests/scripts/prepare.sh
 	cargo build --workspace
 	@target/debug/lab $(LAB)
+
+CARGO_FUZZ := target/tools/bin/cargo-fuzz
+
+$(CARGO_FUZZ):
+	cargo install cargo-fuzz --version 0.13.1 --locked --root target/tools
+
+# What the fuzzer adds to the seeds stays in target/fuzz; tests/fuzz/seeds changes by hand alone.
+fuzz: FUZZ_SECONDS := $(or $(FUZZ_SECONDS),60)
+fuzz: $(CARGO_FUZZ)
+	@tests/scripts/prepare.sh
+	@tests/scripts/run-fuzz.sh $(abspath $(CARGO_FUZZ)) $(FUZZ_SECONDS) $(FUZZ)
 
 check:
 	cargo fmt --all --check
