@@ -34,6 +34,12 @@ pub enum Command {
         /// The file with the arguments of 'run'
         file: PathBuf,
     },
+    /// Remove what is left of a guest that has ended where 'prepare' mounted it; how systemd ends 'run'
+    #[command(hide = true)]
+    Tidy {
+        /// The guest's directory
+        dir: PathBuf,
+    },
     /// Do what the arguments in a file say, each ended by a NUL byte; how systemd starts 'run'
     #[command(hide = true)]
     Launch {

@@ -37,10 +37,13 @@ fn main() -> ExitCode {
         Command::Run(flags) => daemon::supervise(&flags, given.get(2..).unwrap_or_default()),
         Command::Page(flags) => daemon::run(*flags).map(|()| ExitCode::SUCCESS),
         Command::Prepare { file } => match from_file(&file) {
-            Ok((Command::Run(flags), _)) => daemon::prepare(*flags).map(|()| ExitCode::SUCCESS),
+            Ok((Command::Run(flags), _)) => {
+                daemon::prepare_on_host(*flags).map(|()| ExitCode::SUCCESS)
+            }
             Ok(_) => return not_run(&file),
             Err(failed) => return failed,
         },
+        Command::Tidy { dir } => daemon::tidy(&dir).map(|()| ExitCode::SUCCESS),
         Command::Launch { .. } | Command::Inject { .. } => return ExitCode::FAILURE,
     };
     outcome.unwrap_or_else(|error| {

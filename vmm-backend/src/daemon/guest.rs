@@ -10,14 +10,13 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use outram_wire::causes::with_causes;
 use outram_wire::control::Counters;
-use rustix::process::Signal;
 
 use super::config::Config;
 use super::stage::{Daemon, Stage};
 use super::termination::Terminations;
 use crate::device::{self, Device, DeviceConfig};
 use crate::far_disk::FarDisk;
-use crate::handover::{self, Options, Vmm, Way, discover};
+use crate::handover::{self, Options, Vmm, Way};
 use crate::pager::{Course, HomingError, Orphan, Pager};
 use crate::remote::RemoteConfig;
 
@@ -42,7 +41,7 @@ const SIGKILL_BIT: u64 = 1 << (libc::SIGKILL - 1);
 
 /// A guest whose memory is served.
 pub(super) struct Guest {
-    pub(super) vmm: Vmm,
+    pub(super) vmm: Arc<Vmm>,
     pub(super) way: Way,
     pub(super) pager: Arc<Pager>,
     pub(super) device: Device,
@@ -167,9 +166,7 @@ impl Guest {
                     pid = self.vmm.pid,
                     "QEMU was told to terminate and cannot, for the guest waits for a page: killing it"
                 );
-                if let Err(error) =
-                    rustix::process::pidfd_send_signal(self.vmm.pidfd(), Signal::KILL)
-                {
+                if let Err(error) = self.vmm.kill() {
                     tracing::debug!(%error, "QEMU is gone already");
                 }
             }
@@ -272,9 +269,8 @@ impl GuestDoor {
             tracing::warn!(%error, "somebody connected to the vhost-user socket and said nothing");
             return Ok(None);
         }
-        let peer = handover::peer(stream)?;
-        let vmm = Vmm::open(peer.pid)?;
-        let blocks = discover::guest_ram(&vmm)?;
+        let vmm = Arc::new(Vmm::of_peer(stream, &self.daemon.powers)?);
+        let blocks = vmm.guest_ram()?;
         for block in &blocks {
             tracing::info!(name = %block.name, bytes = block.length, "guest RAM");
         }
@@ -314,7 +310,7 @@ impl GuestDoor {
 }
 
 fn watch_terminations(vmm: &Vmm) -> Option<Terminations> {
-    let terminations = Terminations::watch(vmm.pid);
+    let terminations = Terminations::watch(vmm);
     terminations
         .inspect_err(|error| {
             tracing::info!(%error, "signals to QEMU are not counted here: 'virsh destroy' of a stopped guest takes 10 s");

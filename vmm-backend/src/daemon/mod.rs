@@ -8,8 +8,10 @@
 //! while anything waits.
 
 mod config;
+mod confinement;
 mod control;
 mod guest;
+mod lender;
 mod metrics;
 mod run_dir;
 mod stage;
@@ -17,12 +19,15 @@ mod supervisor;
 mod surroundings;
 mod termination;
 
-use std::path::Path;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use outram_wire::causes::with_causes;
@@ -34,12 +39,14 @@ pub use supervisor::supervise;
 
 use crate::engine::table::State;
 use crate::far_disk::{self, DiskTable, FarDisk, FarDiskConfig};
+use crate::handover::Powers;
+use crate::handover::powers::Errand;
 use crate::pager::{self, Orphan, PagerConfig, PreparedPager};
 use crate::remote::{RemoteConfig, Timing};
 use guest::GuestDoor;
 use run_dir::RunDir;
 use stage::{Daemon, Stage};
-use supervisor::{Mutual, START_AGAIN};
+use supervisor::START_AGAIN;
 
 /// How often the guest's process is looked at.
 const WATCH: Duration = Duration::from_millis(50);
@@ -47,9 +54,49 @@ const WATCH: Duration = Duration::from_millis(50);
 /// A refused QEMU gives up within this, or libvirt's hook ends us before.
 const REFUSAL_LINGER: Duration = Duration::from_secs(60);
 
-/// Mounts the directory of a new guest's state where `supervise` will find it, in a view of the file
-/// system that outlives it. That of a guest that is there already is left alone.
-pub fn prepare(flags: Flags) -> anyhow::Result<()> {
+/// Mounts the directory of a new guest's state in the host's own view of the file system, where
+/// `supervise` finds it in views that systemd makes, and which outlives these. (What a command with
+/// `+` mounts is not seen outside of the unit by itself: systemd 252 gives that a view of its own too.)
+pub fn prepare_on_host(flags: Flags) -> anyhow::Result<()> {
+    if let Err(error) = enter_host() {
+        // The supervisor mounts it then.
+        tracing::warn!("{error:#}: where all of the backend is killed, its guest cannot go on");
+        return Ok(());
+    }
+    prepare(flags)
+}
+
+/// Removes what is left of a guest that has ended, where [`prepare_on_host`] made it: no process in
+/// another view of the file system can. One that lives is left alone.
+pub fn tidy(dir: &Path) -> anyhow::Result<()> {
+    let name = dir.file_name().and_then(|name| name.to_str());
+    let vm = name.and_then(|name| name.parse().ok());
+    let vm = vm.with_context(|| format!("{} is no guest's directory", dir.display()))?;
+    if let Err(error) = enter_host() {
+        tracing::debug!("nothing was mounted there: {error:#}");
+        return Ok(());
+    }
+    let run_dir = RunDir::at(dir);
+    let state = run_dir.state();
+    if Orphan::find(&state, vm, &Powers::default())?.is_none() {
+        if state.exists() {
+            Orphan::clear(&state);
+        }
+        run_dir.remove_sockets();
+        // Where the backend left a reason it stays.
+        let _ = std::fs::remove_dir(dir);
+    }
+    Ok(())
+}
+
+fn enter_host() -> anyhow::Result<()> {
+    let host = File::open("/proc/1/ns/mnt").context("the host's mounts")?;
+    move_into_link_name_space(host.as_fd(), Some(LinkNameSpaceType::Mount))
+        .context("entering the host's view of its mounts")
+}
+
+/// Mounts the directory of a new guest's state; that of a guest that is there already is left alone.
+fn prepare(flags: Flags) -> anyhow::Result<()> {
     // The key is the pager's to read.
     let disk_bytes = flags.disk_size;
     let config = Config::gather(Flags {
@@ -93,13 +140,38 @@ pub fn run(flags: Flags) -> anyhow::Result<()> {
     let config = Config::gather(flags)
         .map_err(anyhow::Error::from)
         .inspect_err(|error| leave_reason(&likely, error))?;
+    surroundings::prepare();
+    let powers = match config.supervisor {
+        None => Powers::default(),
+        // Before there is any thread but this.
+        Some(_) => {
+            let socket = std::io::stdin().as_fd().try_clone_to_owned();
+            let powers = Powers::lent(socket.context("the socket to the supervisor")?);
+            confinement::confine(&readable(&config), &config.dir)
+                .context("giving up what this process does not need")?;
+            powers
+        }
+    };
     let dir = RunDir::create(&config.dir)?;
-    let result = serve(config, &dir);
+    let result = serve(config, powers, &dir);
     match &result {
         Ok(()) => dir.remove(),
         Err(error) => dir.leave_error(&with_causes(error.as_ref())),
     }
     result
+}
+
+/// Where settings and certificates lie.
+fn readable(config: &Config) -> Vec<PathBuf> {
+    let files = [&config.tls.ca, &config.tls.cert, &config.tls.key];
+    // They may be links to where a machine's certificates are renewed.
+    let real = files
+        .into_iter()
+        .filter_map(|file| file.canonicalize().ok());
+    let named = files.into_iter().cloned().chain(real);
+    named
+        .filter_map(|file| Some(file.parent()?.to_owned()))
+        .collect()
 }
 
 /// Leaves the reason of a refusal, unless another backend of the guest is at work there.
@@ -110,8 +182,7 @@ fn leave_reason(dir: &Path, error: &anyhow::Error) {
     }
 }
 
-fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
-    surroundings::prepare();
+fn serve(config: Config, powers: Powers, dir: &RunDir) -> anyhow::Result<()> {
     let remote = RemoteConfig {
         addresses: config.servers.clone(),
         identity: Arc::new(Identity::of(config.tls.clone())),
@@ -124,8 +195,8 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
         data_connections: config.shards as usize + 1,
         timing: Timing::default(),
     };
-    if let Some(orphan) = Orphan::find(&dir.state(), config.vm)? {
-        return serve_again(config, dir, orphan, &remote);
+    if let Some(orphan) = Orphan::find(&dir.state(), config.vm, &powers)? {
+        return serve_again(config, powers, dir, orphan, &remote);
     }
     if config.takeovers > 0 {
         tracing::info!("the guest has ended meanwhile");
@@ -140,7 +211,7 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
             return Err(error);
         }
     };
-    let daemon = Daemon::new(config, remote.identity, Some(prepared), disk);
+    let daemon = Daemon::new(config, powers, remote.identity, Some(prepared), disk);
     tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
     open_doors(Arc::new(daemon), dir)
 }
@@ -148,6 +219,7 @@ fn serve(config: Config, dir: &RunDir) -> anyhow::Result<()> {
 /// Goes on with a guest whose backend died: its memory first, then all that others may ask for.
 fn serve_again(
     config: Config,
+    powers: Powers,
     dir: &RunDir,
     orphan: Orphan,
     remote: &RemoteConfig,
@@ -168,14 +240,24 @@ fn serve_again(
     };
     tracing::warn!(name = %config.name, "the guest's backend has died: its memory is taken over");
     let guest = guest::take_over_again(&config, orphan, remote, disk.clone())?;
-    let daemon = Arc::new(Daemon::new(config, remote.identity.clone(), None, disk));
+    let daemon = Arc::new(Daemon::new(
+        config,
+        powers,
+        remote.identity.clone(),
+        None,
+        disk,
+    ));
     guest::serve(&daemon, guest);
     open_doors(daemon, dir)
 }
 
 /// Serves QEMU's disk and the control socket until the guest has ended.
 fn open_doors(daemon: Arc<Daemon>, dir: &RunDir) -> anyhow::Result<()> {
-    let door = dir.listen_vhost(daemon.config.socket_user.as_deref())?;
+    let door = dir.listen_vhost()?;
+    match daemon.powers.are_own() {
+        true => dir.give_vhost(daemon.config.socket_user.as_deref())?,
+        false => daemon.powers.run(&Errand::GiveSocket, None)?,
+    }
     let control = dir.listen_control()?;
     let stop = Arc::clone(&daemon.asked_to_stop);
     for signal in [SIGTERM, SIGINT, SIGHUP] {
@@ -232,10 +314,8 @@ fn far_disk_config(
 fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
     let deadline = Instant::now() + daemon.config.connect_timeout;
     let mut refused_at = None;
-    let mut mutual = Mutual::new(daemon.config.supervisor);
     loop {
         std::thread::sleep(WATCH);
-        mutual.look_after();
         let asked_to_stop = daemon.take_stop_request();
         match daemon.stage() {
             Stage::Waiting if asked_to_stop => {

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, lchown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -69,16 +69,20 @@ impl RunDir {
         self.path.join("control.sock").exists() && self.state().join("record").exists()
     }
 
-    /// Listens for QEMU: only its user may connect.
-    pub(super) fn listen_vhost(&self, user: Option<&str>) -> anyhow::Result<UnixListener> {
+    /// Listens for QEMU.
+    pub(super) fn listen_vhost(&self) -> anyhow::Result<UnixListener> {
+        listen(&self.path.join("vhost.sock"))
+    }
+
+    /// Makes the socket for QEMU that user's: nobody else may connect.
+    pub(super) fn give_vhost(&self, user: Option<&str>) -> anyhow::Result<()> {
+        let Some(user) = user else {
+            return Ok(());
+        };
         let path = self.path.join("vhost.sock");
-        let listener = listen(&path)?;
-        if let Some(user) = user {
-            let (uid, gid) = parse_user(user)?;
-            chown(&path, Some(uid), gid)
-                .with_context(|| format!("cannot give {} to {user}", path.display()))?;
-        }
-        Ok(listener)
+        let (uid, gid) = parse_user(user)?;
+        lchown(&path, Some(uid), gid)
+            .with_context(|| format!("cannot give {} to {user}", path.display()))
     }
 
     /// Listens for `outram tune` and `outram status`: root's alone.
@@ -112,7 +116,8 @@ impl RunDir {
         }
     }
 
-    fn remove_sockets(&self) {
+    /// Removes sockets and what is left of the state, which is unmounted.
+    pub(super) fn remove_sockets(&self) {
         for name in ["vhost.sock", "control.sock"] {
             if let Err(error) = remove_file(&self.path.join(name)) {
                 tracing::warn!("{error:#}");

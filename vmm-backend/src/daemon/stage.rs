@@ -15,6 +15,7 @@ use super::guest::Guest;
 use super::lost_pages;
 use super::run_dir::STATE_DIR;
 use crate::far_disk::FarDisk;
+use crate::handover::Powers;
 use crate::pager::{Course, DISK_TABLE, HEADROOM_BYTES, MemoryReport, PreparedPager};
 use crate::remote;
 
@@ -42,6 +43,8 @@ pub(super) enum Stage {
 /// The backend as all its threads see it.
 pub(super) struct Daemon {
     pub(super) config: Config,
+    /// What QEMU is reached with.
+    pub(super) powers: Powers,
     pub(super) asked_to_stop: Arc<AtomicBool>,
     pub(super) asked_to_start_again: AtomicBool,
     identity: Arc<Identity<ClientConfig>>,
@@ -53,12 +56,14 @@ pub(super) struct Daemon {
 impl Daemon {
     pub(super) fn new(
         config: Config,
+        powers: Powers,
         identity: Arc<Identity<ClientConfig>>,
         prepared: Option<PreparedPager>,
         disk: Option<Arc<FarDisk>>,
     ) -> Self {
         Self {
             config,
+            powers,
             asked_to_stop: Arc::default(),
             asked_to_start_again: AtomicBool::new(false),
             identity,

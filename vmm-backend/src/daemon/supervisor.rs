@@ -1,9 +1,10 @@
 //! The process that `run` is: it starts the guest's pager, a process of its own, and starts it again
 //! where it died and its guest lives. Nothing else, so that hardly anything can go wrong in it.
 //!
-//! A supervisor that dies is started again by systemd or, where the backend is no unit of systemd's,
-//! by the pager ([`Mutual`]); it then finds a pager at work and watches over that one. Where both were
-//! killed, systemd or `outram restart` starts the supervisor, and that the pager.
+//! It alone has power over QEMU, and lends it to the pager ([`super::lender`]).
+//!
+//! A supervisor that dies is started again by systemd, or by `outram restart`. It then finds a pager at
+//! work that nobody runs errands for, and replaces it. Where both were killed, it starts a pager.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -25,8 +26,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::config::{Config, Flags};
-use super::leave_reason;
+use super::lender::Lender;
 use super::run_dir::RunDir;
+use super::{leave_reason, prepare, surroundings};
+use crate::handover::{Powers, powers};
 use crate::pager::Orphan;
 
 /// The exit status of a pager that wants to be started again: sysexits' "temporary failure".
@@ -91,6 +94,7 @@ struct Supervisor<'a> {
     events: Receiver<Event>,
     /// To the thread that waits for the pager's end.
     awaited: Sender<Awaited>,
+    lender: Lender,
     pager: Option<Pid>,
     takeovers: u32,
 }
@@ -106,6 +110,8 @@ pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCo
     let (sender, events) = mpsc::channel();
     hear_signals(sender.clone()).context("registering for signals")?;
     let awaited = await_ends(sender).context("starting a thread")?;
+    surroundings::prepare();
+    let lender = Lender::new(&dir, flags.socket_user.as_deref());
     let installed = std::env::current_exe().context("finding this program")?;
     let mut supervisor = Supervisor {
         flags,
@@ -117,6 +123,7 @@ pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCo
         dir,
         events,
         awaited,
+        lender,
         pager: None,
         takeovers: 0,
     };
@@ -126,18 +133,22 @@ pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCo
 impl Supervisor<'_> {
     fn run(&mut self) -> anyhow::Result<ExitCode> {
         match pager_at_work(&self.dir) {
-            Some((pid, process)) => self.watch(pid, process)?,
+            Some((pid, process)) => self.replace(pid, process)?,
             None if self.has_ended() => {
                 tracing::info!("the guest has ended meanwhile");
-                self.clear();
-                return Ok(ExitCode::SUCCESS);
+                return Ok(self.conclude(None));
             }
             None => {
                 let told = std::env::var(TAKEOVERS)
                     .ok()
                     .and_then(|text| text.parse().ok());
                 // One that was not asked to be started again, and has a guest, had died.
-                self.takeovers = told.unwrap_or_else(|| u32::from(self.guest_lives()));
+                let lives = self.guest_lives();
+                self.takeovers = told.unwrap_or_else(|| u32::from(lives));
+                if !lives {
+                    prepare(self.flags.clone())
+                        .inspect_err(|error| leave_reason(&self.dir, error))?;
+                }
                 self.start(self.programs.choose(0))?;
             }
         }
@@ -182,7 +193,10 @@ impl Supervisor<'_> {
     }
 
     fn start(&mut self, program: PathBuf) -> anyhow::Result<()> {
+        let (ours, theirs) = powers::pair().context("making a socket")?;
+        self.lender.lend(ours).context("starting a thread")?;
         let child = Command::new(&program)
+            .stdin(theirs)
             .arg("page")
             .args(self.arguments)
             .arg(format!("--supervisor={}", std::process::id()))
@@ -195,10 +209,13 @@ impl Supervisor<'_> {
         sent.context("the thread that waits for the pager's end is gone")
     }
 
-    /// Watches over a pager that another supervisor started.
-    fn watch(&mut self, pid: Pid, process: OwnedFd) -> anyhow::Result<()> {
+    /// Replaces a pager that another supervisor started: nobody runs its errands any more.
+    fn replace(&mut self, pid: Pid, process: OwnedFd) -> anyhow::Result<()> {
         let number = pid.as_raw_nonzero();
-        tracing::info!(pid = %number, "watching over the pager that is at work");
+        tracing::warn!(pid = %number, "the supervisor had died: the pager that is at work is replaced");
+        if let Err(error) = ask(&self.dir, Request::Restart) {
+            tracing::warn!("{error:#}");
+        }
         self.pager = Some(pid);
         let sent = self.awaited.send(Awaited::Process(process));
         sent.context("the thread that waits for the pager's end is gone")
@@ -231,7 +248,7 @@ impl Supervisor<'_> {
     /// what is wrong, and nothing is touched.
     fn guest_lives(&self) -> bool {
         !matches!(
-            Orphan::find(&self.dir.join("state"), self.flags.uuid),
+            Orphan::find(&self.dir.join("state"), self.flags.uuid, &Powers::default()),
             Ok(None)
         )
     }
@@ -243,31 +260,28 @@ impl Supervisor<'_> {
 
     /// The pager has ended and no guest needs another.
     fn conclude(&self, status: Option<ExitStatus>) -> ExitCode {
-        match status {
-            Some(status) if status.code().is_some() => {
-                // It has told and cleared up itself.
-                let code = status.code().and_then(|code| u8::try_from(code).ok());
-                code.map_or(ExitCode::FAILURE, ExitCode::from)
-            }
-            _ if self.has_ended() => {
-                self.clear();
-                ExitCode::SUCCESS
-            }
-            // Watched over only: it ended as it should, or it has left its reason.
-            None => ExitCode::SUCCESS,
-            Some(status) => {
+        let dir = RunDir::at(&self.dir);
+        let was_served = dir.was_served();
+        Orphan::clear(&self.dir.join("state"));
+        self.lender.forget();
+        match status.map(|status| (status, status.code())) {
+            Some((status, None)) if !was_served => {
                 let reason = format!("the pager ended before its guest came ({status})");
                 tracing::error!("{reason}");
-                RunDir::at(&self.dir).leave_error(&reason);
+                dir.leave_error(&reason);
                 ExitCode::FAILURE
             }
+            // It has told why.
+            Some((_, Some(code))) if code != 0 => {
+                dir.remove_sockets();
+                u8::try_from(code).map_or(ExitCode::FAILURE, ExitCode::from)
+            }
+            // Its slabs' leases run out where it could not give them back.
+            _ => {
+                dir.remove();
+                ExitCode::SUCCESS
+            }
         }
-    }
-
-    /// Nobody is left who would clear up after the guest. Its slabs' leases run out.
-    fn clear(&self) {
-        Orphan::clear(&self.dir.join("state"));
-        RunDir::at(&self.dir).remove();
     }
 
     /// Becomes the program that is installed now. Returns only where that fails.
@@ -365,20 +379,25 @@ fn lock(dir: &Path) -> anyhow::Result<File> {
     }
 }
 
+/// Asks a pager.
+fn ask(dir: &Path, request: Request) -> anyhow::Result<Reply> {
+    let mut stream = UnixStream::connect(dir.join("control.sock"))?;
+    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+    let envelope = Envelope {
+        version: CONTROL_VERSION,
+        request,
+    };
+    write_frame(&mut stream, &envelope)?;
+    match read_frame(&mut stream)?.context("the pager ended")? {
+        Reply::Refused(reason) => Err(anyhow::Error::msg(reason)),
+        reply => Ok(reply),
+    }
+}
+
 /// The pager that serves the guest already, if there is one.
 fn pager_at_work(dir: &Path) -> Option<(Pid, OwnedFd)> {
-    let ask = || -> anyhow::Result<Reply> {
-        let mut stream = UnixStream::connect(dir.join("control.sock"))?;
-        stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-        stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-        let envelope = Envelope {
-            version: CONTROL_VERSION,
-            request: Request::Status,
-        };
-        write_frame(&mut stream, &envelope)?;
-        read_frame(&mut stream)?.context("no answer")
-    };
-    match ask() {
+    match ask(dir, Request::Status) {
         Ok(Reply::Status(status)) => {
             let pid = Pid::from_raw(i32::try_from(status.backend_pid).ok()?)?;
             Some((pid, pidfd_open(pid, PidfdFlags::empty()).ok()?))
@@ -387,57 +406,6 @@ fn pager_at_work(dir: &Path) -> Option<(Pid, OwnedFd)> {
         Err(error) => {
             tracing::debug!("no pager is at work: {error:#}");
             None
-        }
-    }
-}
-
-/// A pager's view of its supervisor.
-pub(super) struct Mutual {
-    supervisor: Option<Pid>,
-    next: Option<Child>,
-    command: Vec<OsString>,
-}
-
-impl Mutual {
-    /// Of the process that was told to be our supervisor, if any.
-    pub(super) fn new(supervisor: Option<i32>) -> Self {
-        // Under systemd, systemd looks after it.
-        let is_ours = std::env::var_os("INVOCATION_ID").is_none();
-        Self {
-            supervisor: supervisor.filter(|_| is_ours).and_then(Pid::from_raw),
-            next: None,
-            command: std::env::args_os().skip(2).collect(),
-        }
-    }
-
-    /// Starts another supervisor where the one that there was has died.
-    pub(super) fn look_after(&mut self) {
-        let Some(supervisor) = self.supervisor else {
-            return;
-        };
-        let lives = match &mut self.next {
-            None => rustix::process::getppid() == Some(supervisor),
-            Some(next) => matches!(next.try_wait(), Ok(None)),
-        };
-        if lives {
-            return;
-        }
-        tracing::warn!("the supervisor has died: another is started");
-        let ours = |argument: &&OsString| {
-            let text = argument.as_encoded_bytes();
-            !text.starts_with(b"--supervisor=") && !text.starts_with(b"--takeovers=")
-        };
-        let mut command = Command::new("/proc/self/exe");
-        command
-            .arg("run")
-            .args(self.command.iter().filter(ours))
-            .stdin(std::process::Stdio::null());
-        match command.spawn() {
-            Ok(child) => self.next = Some(child),
-            Err(error) => {
-                tracing::error!(%error, "no supervisor: if this process dies, 'outram restart' helps");
-                self.supervisor = None;
-            }
         }
     }
 }

@@ -11,6 +11,8 @@ use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
+use crate::handover::Vmm;
+use crate::handover::powers::Errand;
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};
 
@@ -49,38 +51,15 @@ pub(super) struct Terminations {
 }
 
 impl Terminations {
-    /// Starts counting for process `pid`.
-    pub(super) fn watch(pid: i32) -> io::Result<Self> {
-        let attributes = Attributes {
-            kind: PERF_TYPE_TRACEPOINT,
-            size: size_of::<Attributes>() as u32,
-            config: tracepoint()?,
-            ..Attributes::default()
+    /// Starts counting for a VMM.
+    pub(super) fn watch(vmm: &Vmm) -> io::Result<Self> {
+        let counter = match vmm.powers().are_own() {
+            true => count(vmm.pid)?,
+            false => vmm.powers().fetch(&Errand::CountTerminations)?,
         };
-        // SAFETY: the first argument is a live struct whose size it names; the rest are integers.
-        let fd = unsafe {
-            libc::syscall(
-                libc::SYS_perf_event_open,
-                &raw const attributes,
-                pid,
-                -1,
-                -1,
-                PERF_FLAG_FD_CLOEXEC,
-            )
-        };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel returned this descriptor a moment ago; nobody else owns it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-        let filter = format!("sig == {}\0", libc::SIGTERM);
-        // SAFETY: the argument is a live string that ends in NUL.
-        let set =
-            unsafe { libc::ioctl(fd.as_raw_fd(), PERF_EVENT_IOC_SET_FILTER, filter.as_ptr()) };
-        if set < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(Self { counter: fd.into() })
+        Ok(Self {
+            counter: counter.into(),
+        })
     }
 
     /// Whether one was delivered since the start.
@@ -88,6 +67,39 @@ impl Terminations {
         let mut count = [0; 8];
         (&self.counter).read_exact(&mut count).is_ok() && u64::from_ne_bytes(count) > 0
     }
+}
+
+/// A counter of SIGTERMs delivered to the main thread of process `pid`.
+pub(super) fn count(pid: i32) -> io::Result<OwnedFd> {
+    let attributes = Attributes {
+        kind: PERF_TYPE_TRACEPOINT,
+        size: size_of::<Attributes>() as u32,
+        config: tracepoint()?,
+        ..Attributes::default()
+    };
+    // SAFETY: the first argument is a live struct whose size it names; the rest are integers.
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_perf_event_open,
+            &raw const attributes,
+            pid,
+            -1,
+            -1,
+            PERF_FLAG_FD_CLOEXEC,
+        )
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel returned this descriptor a moment ago; nobody else owns it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+    let filter = format!("sig == {}\0", libc::SIGTERM);
+    // SAFETY: the argument is a live string that ends in NUL.
+    let set = unsafe { libc::ioctl(fd.as_raw_fd(), PERF_EVENT_IOC_SET_FILTER, filter.as_ptr()) };
+    if set < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(fd)
 }
 
 /// The tracepoint's number; through a tracefs mounted nowhere if there is none.
@@ -140,7 +152,8 @@ mod tests {
             .read_exact(&mut line)
             .expect("it says that it runs");
         let pid = child.id() as i32;
-        let watched = Terminations::watch(pid);
+        let vmm = Vmm::open(pid).expect("it runs");
+        let watched = Terminations::watch(&vmm);
         let Ok(terminations) = watched else {
             child.kill().expect("it runs");
             child.wait().expect("it was killed");

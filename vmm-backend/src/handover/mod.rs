@@ -15,19 +15,26 @@ pub mod discover;
 mod injector;
 mod kernel;
 mod outcome;
+pub(crate) mod powers;
 mod ptrace;
 mod thread;
 mod ways;
 
 use std::fmt;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 pub use injector::injector_main;
 pub use outcome::Attempt;
+pub use powers::Powers;
+
+use discover::{Mapping, RamBlock, Refusal};
+use powers::Errand;
 
 /// Most userfaultfds one hand-over creates: bounds what is opened in the VMM.
 pub const MAX_UFFDS: usize = 256;
@@ -37,7 +44,9 @@ pub const MAX_UFFDS: usize = 256;
 const ENDING: Duration = Duration::from_millis(200);
 
 /// Identity of a memfd (or any file): what `fstat` says of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
 pub struct MemfdId {
     /// `st_dev`.
     pub device: u64,
@@ -94,6 +103,9 @@ pub struct Vmm {
     /// Field 22 of `/proc/PID/stat`: with the pid it names a process across our own restarts.
     pub start_time: u64,
     pidfd: OwnedFd,
+    powers: Powers,
+    /// Its memory map, once it was asked for: whoever has it open need not be permitted again.
+    maps: Mutex<Option<File>>,
 }
 
 impl Vmm {
@@ -106,7 +118,27 @@ impl Vmm {
             pid,
             start_time,
             pidfd,
+            powers: Powers::default(),
+            maps: Mutex::default(),
         })
+    }
+
+    /// The same process, reached with these powers.
+    pub fn with_powers(self, powers: &Powers) -> Self {
+        Self {
+            powers: powers.clone(),
+            ..self
+        }
+    }
+
+    /// Opens the process at the other end of a vhost-user socket.
+    pub fn of_peer(socket: &UnixStream, powers: &Powers) -> Result<Self, HandoverError> {
+        let pid = peer(socket)?.pid;
+        if !powers.are_own() {
+            let bound = powers.run(&Errand::Bind, Some(socket.as_fd()));
+            bound.map_err(|error| error.into_handover(pid))?;
+        }
+        Ok(Self::open(pid)?.with_powers(powers))
     }
 
     /// Opens the process `pid` only if it is still the one that started at `start_time`.
@@ -136,6 +168,93 @@ impl Vmm {
         kernel::poll_readable(self.pidfd.as_fd(), Some(patience)).unwrap_or(true)
     }
 
+    /// The powers that it is reached with.
+    pub(crate) fn powers(&self) -> &Powers {
+        &self.powers
+    }
+
+    /// See [`discover::guest_ram`].
+    pub fn guest_ram(&self) -> Result<Vec<RamBlock>, Refusal> {
+        match self.powers.are_own() {
+            true => discover::guest_ram(self),
+            false => Ok(self.powers.blocks(&Errand::GuestRam)?),
+        }
+    }
+
+    /// The block behind a mapping that appeared after the hand-over, or why it must not be paged.
+    pub fn plugged_block(&self, mapping: &Mapping) -> Result<RamBlock, Refusal> {
+        match self.powers.are_own() {
+            true => discover::plugged_block(self.pid, mapping),
+            false => self.one_block(Errand::PluggedBlock(mapping.clone())),
+        }
+    }
+
+    /// The block behind a mapping that an earlier process of ours had taken over already.
+    pub fn known_block(&self, mapping: &Mapping) -> Result<RamBlock, Refusal> {
+        match self.powers.are_own() {
+            true => discover::known_block(self.pid, mapping),
+            false => self.one_block(Errand::KnownBlock(mapping.clone())),
+        }
+    }
+
+    fn one_block(&self, errand: Errand) -> Result<RamBlock, Refusal> {
+        let block = self.powers.blocks(&errand)?.pop();
+        block.ok_or_else(|| Refusal::Told("no block came with the answer".into()))
+    }
+
+    /// What it has mapped of memory backends' memfds now, RAM or not.
+    pub fn mappings(&self) -> io::Result<Vec<Mapping>> {
+        let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = match &mut *maps {
+            Some(file) => file,
+            none => none.insert(self.open_own("maps", &Errand::Maps)?),
+        };
+        file.seek(SeekFrom::Start(0))?;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)?;
+        Ok(discover::parse_mappings(&text))
+    }
+
+    /// Whether `length` bytes at `file_offset` of the memfd `id` are mapped at `hva`, as when they were
+    /// found. An unplugged block is not; a block whose pages the VMM replaced is.
+    pub fn is_mapped(
+        &self,
+        id: MemfdId,
+        file_offset: u64,
+        hva: u64,
+        length: u64,
+    ) -> io::Result<bool> {
+        Ok(self.mappings()?.iter().any(|mapping| {
+            mapping.id == id
+                && mapping.start <= hva
+                && hva + length <= mapping.end
+                && mapping.offset + (hva - mapping.start) == file_offset
+        }))
+    }
+
+    /// Its page table, as `/proc/PID/pagemap` shows it.
+    pub fn page_map(&self) -> io::Result<File> {
+        self.open_own("pagemap", &Errand::PageMap)
+    }
+
+    fn open_own(&self, name: &str, errand: &Errand) -> io::Result<File> {
+        match self.powers.are_own() {
+            true => File::open(format!("/proc/{}/{name}", self.pid)),
+            false => Ok(self.powers.fetch(errand)?.into()),
+        }
+    }
+
+    /// Ends it (SIGKILL).
+    pub fn kill(&self) -> io::Result<()> {
+        match self.powers.are_own() {
+            true => Ok(rustix::process::pidfd_send_signal(
+                self.pidfd.as_fd(),
+                rustix::process::Signal::KILL,
+            )?),
+            false => Ok(self.powers.run(&Errand::Kill, None)?),
+        }
+    }
+
     /// A duplicate of one of its descriptors.
     pub fn fetch(&self, number: RawFd) -> io::Result<OwnedFd> {
         kernel::pidfd_getfd(self.pidfd.as_fd(), number)
@@ -144,6 +263,14 @@ impl Vmm {
     /// Duplicates of userfaultfds that an earlier hand-over left in the VMM: how a restarted
     /// backend takes a guest over. Each is checked to be a userfaultfd.
     pub fn fetch_uffds(&self, numbers: &[RawFd]) -> Result<Vec<OwnedFd>, HandoverError> {
+        if !self.powers.are_own() {
+            let sent = self.powers.send(&Errand::Fetch(numbers.to_vec()), None);
+            let (_, uffds) = sent.map_err(|error| error.into_handover(self.pid))?;
+            return match uffds.len() == numbers.len() {
+                true => Ok(uffds),
+                false => Err(HandoverError::Count(uffds.len())),
+            };
+        }
         numbers
             .iter()
             .map(|&number| {
@@ -300,6 +427,9 @@ pub enum HandoverError {
         #[source]
         source: io::Error,
     },
+    /// What the supervisor told of an errand that failed.
+    #[error("{0}")]
+    Told(String),
     /// The injection itself failed; everything was put back.
     #[error("the injection into the VMM (process {pid}) failed: {detail}")]
     Injection {
@@ -322,6 +452,10 @@ pub fn take(
 ) -> Result<HandedOver, HandoverError> {
     if uffd_count == 0 || uffd_count > MAX_UFFDS {
         return Err(HandoverError::Count(uffd_count));
+    }
+    if !vmm.powers.are_own() {
+        let taken = vmm.powers.take(socket, uffd_count, options.allow_sysctl);
+        return taken.map_err(|error| error.into_handover(vmm.pid));
     }
     let taken = injector::run(vmm, socket, uffd_count, options)
         .and_then(|(numbers, way)| Ok((vmm.fetch_uffds(&numbers)?, numbers, way)));
@@ -348,6 +482,10 @@ pub fn take(
 pub fn close(vmm: &Vmm, numbers: &[RawFd], options: &Options) -> Result<(), HandoverError> {
     if numbers.is_empty() || numbers.len() > MAX_UFFDS {
         return Err(HandoverError::Count(numbers.len()));
+    }
+    if !vmm.powers.are_own() {
+        let closed = vmm.powers.run(&Errand::Close(numbers.to_vec()), None);
+        return closed.map_err(|error| error.into_handover(vmm.pid));
     }
     injector::run_close(vmm, numbers, options).map_err(|error| match error {
         _ if vmm.ends_within(ENDING) => HandoverError::VmmGone {

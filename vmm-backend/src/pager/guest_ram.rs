@@ -23,7 +23,8 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use super::record::{BlockRecord, RegionRecord};
 use crate::engine::{PageIndex, PageRun, PageSize};
 use crate::handover::MemfdId;
-use crate::handover::discover::{self, RamBlock};
+use crate::handover::Vmm;
+use crate::handover::discover::RamBlock;
 
 /// Regions start at multiples of this many bytes in the page table, as shards do, with at least one
 /// page that is nobody's behind them: so that no run of pages crosses from one region into the
@@ -153,10 +154,10 @@ impl GuestRam {
         }
     }
 
-    /// The same, of process `vmm_pid`, whose page table is asked where the memfd does not tell.
-    pub(super) fn of(pages: u32, shards: u32, size: PageSize, vmm_pid: i32) -> io::Result<Self> {
+    /// The same, of this VMM, whose page table is asked where the memfd does not tell.
+    pub(super) fn of(pages: u32, shards: u32, size: PageSize, vmm: &Vmm) -> io::Result<Self> {
         let pagemap = match size.is_huge() {
-            true => Some(File::open(format!("/proc/{vmm_pid}/pagemap"))?),
+            true => Some(vmm.page_map()?),
             false => None,
         };
         Ok(Self {
@@ -419,13 +420,13 @@ impl GuestRam {
         read(&region.block.memfd, region.offset_of(page))
     }
 
-    /// Whether process `pid` still has a run's pages mapped where they were found.
-    pub(super) fn is_mapped(&self, pid: i32, run: PageRun) -> io::Result<bool> {
+    /// Whether the VMM still has a run's pages mapped where they were found.
+    pub(super) fn is_mapped(&self, vmm: &Vmm, run: PageRun) -> io::Result<bool> {
         let region = self.known_region(run.first)?;
         let offset = region.offset_of(run.first);
         let start = region.hva() + (offset - region.file_offset());
         let length = u64::from(run.count) * self.size.bytes();
-        discover::is_mapped(pid, region.block.id, offset, start, length)
+        vmm.is_mapped(region.block.id, offset, start, length)
     }
 
     /// Whether the memfd has the page.

@@ -43,7 +43,7 @@ use crate::engine::shard::Shard;
 use crate::engine::slots::SlabRef;
 use crate::engine::table::{PageTable, Words};
 use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
-use crate::handover::discover::{self, RamBlock};
+use crate::handover::discover::RamBlock;
 use crate::handover::{HandedOver, Vmm};
 use crate::remote::{RemoteConfig, RemoteError, Session, SessionEvent};
 use demand::DemandReads;
@@ -176,7 +176,7 @@ pub struct PreparedPager {
 
 /// A guest's memory in our hands: what the threads of its pager are made of.
 struct Held {
-    vmm_pid: i32,
+    vmm: Arc<Vmm>,
     ram: Arc<GuestRam>,
     uffds: Vec<Arc<Uffd>>,
     plugging: Plugging,
@@ -195,7 +195,7 @@ struct Recovered {
 /// Mounts a new guest's state directory, where a [`PreparedPager`] of the same configuration will
 /// find it: in a view of the file system that outlives this process.
 pub fn prepare_state(config: &PagerConfig, path: &Path) -> Result<(), PagerError> {
-    Ok(StateDir::mount(path, state_sizes(config)?)?)
+    Ok(StateDir::mount_unless_unused(path, state_sizes(config)?)?)
 }
 
 /// Sizes of the files of a guest that has grown to its most.
@@ -295,13 +295,13 @@ impl PreparedPager {
     /// Takes the guest's memory over: from here on its faults are ours.
     pub fn start(
         self,
-        vmm: &Vmm,
+        vmm: &Arc<Vmm>,
         blocks: Vec<RamBlock>,
         taken: HandedOver,
     ) -> Result<Pager, PagerError> {
-        let (size, vmm_pid) = (self.config.page_size, vmm.pid);
+        let size = self.config.page_size;
         check_page_sizes(&blocks, size)?;
-        let ram = GuestRam::of(self.shared.table.pages(), self.config.shards, size, vmm_pid);
+        let ram = GuestRam::of(self.shared.table.pages(), self.config.shards, size, vmm);
         let ram = Arc::new(ram.map_err(system("opening QEMU's page map"))?);
         let told = self.config.max_ram_bytes.max(self.config.ram_bytes);
         let found = blocks.iter().map(|block| block.length).sum();
@@ -309,8 +309,8 @@ impl PreparedPager {
         if found > told {
             return Err(more);
         }
-        let mappings =
-            discover::backend_mappings(vmm_pid).map_err(system("reading the VMM's memory map"))?;
+        let mappings = vmm.mappings();
+        let mappings = mappings.map_err(system("reading the VMM's memory map"))?;
         let plugging = Plugging::new(&mappings, &blocks);
         for block in blocks {
             if ram.add(block).is_err() {
@@ -328,7 +328,7 @@ impl PreparedPager {
             .collect::<io::Result<_>>()
             .map_err(system("the userfaultfd handshake"))?;
         self.spawn(Held {
-            vmm_pid,
+            vmm: Arc::clone(vmm),
             ram,
             uffds,
             plugging,
@@ -416,7 +416,7 @@ impl PreparedPager {
             writer: writer_inbox,
             writer_gauges,
             notes,
-            vmm_pid: held.vmm_pid,
+            vmm: held.vmm,
             most_ram_bytes: self.config.max_ram_bytes.max(self.config.ram_bytes),
             uffds: held.uffds,
             standing: Mutex::new(standing),
@@ -549,7 +549,7 @@ impl Parts<'_> {
             shard: Shard::new(range, Arc::clone(&shared), ports, policy),
             messages,
             gauges: Arc::clone(&gauges),
-            vmm_pid: self.held.vmm_pid,
+            vmm: Arc::clone(&self.held.vmm),
             unmapped: Vec::new(),
             leaving: Vec::new(),
             next_pin: 0,
@@ -584,7 +584,7 @@ pub struct Pager {
     writer: Inbox<WriterEvent>,
     writer_gauges: Arc<WriterGauges>,
     notes: Arc<ServerNotes>,
-    vmm_pid: i32,
+    vmm: Arc<Vmm>,
     most_ram_bytes: u64,
     uffds: Vec<Arc<Uffd>>,
     standing: Mutex<Standing>,

@@ -29,7 +29,7 @@ use super::{Course, LimitError, Pager, guest_ram, lock};
 use crate::device::HostRange;
 use crate::engine::PageRun;
 use crate::handover::MemfdId;
-use crate::handover::discover::{self, Mapping, RamBlock, Refusal};
+use crate::handover::discover::{Mapping, RamBlock, Refusal};
 
 /// Until a block that stands aside is tried again.
 const RETRY_AFTER: Duration = Duration::from_secs(5);
@@ -206,7 +206,7 @@ impl Pager {
     /// wait for the memory servers' word, for as long as a session takes to answer.
     pub fn follow_memory(&self) -> std::io::Result<Vec<MemfdId>> {
         let mut plugging = lock(&self.plugging);
-        let mappings = discover::backend_mappings(self.vmm_pid)?;
+        let mappings = self.vmm.mappings()?;
         if mappings.is_empty() {
             // No guest runs without RAM: the VMM is ending.
             return Ok(Vec::new());
@@ -319,7 +319,7 @@ impl Pager {
             );
         }
         let retry_at = Instant::now() + RETRY_AFTER;
-        let block = discover::plugged_block(self.vmm_pid, &mapping);
+        let block = self.vmm.plugged_block(&mapping);
         let aside = Arc::new(Aside {
             file: block.ok().map(|block| block.memfd),
             mapping: mapping.clone(),
@@ -339,7 +339,7 @@ impl Pager {
         if aside.is_some_and(in_use) {
             return Err(AsideReason::InUse);
         }
-        let block = discover::plugged_block(self.vmm_pid, mapping)?;
+        let block = self.vmm.plugged_block(mapping)?;
         if block.huge_page_bytes.is_some() || self.ram.page_size().is_huge() {
             return Err(AsideReason::HugePages);
         }

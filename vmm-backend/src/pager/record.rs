@@ -191,6 +191,11 @@ impl Records {
         }
     }
 
+    /// Where one of them is.
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
     /// Which VMM was handed over, and whether this build knows how the rest is written. `None` where
     /// none was.
     pub(super) fn vmm(&self) -> Result<Option<(VmmId, bool)>, StateError> {

@@ -30,6 +30,7 @@ use crate::engine::{
     Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SlotId, StagedPage,
     StagingSlot,
 };
+use crate::handover::Vmm;
 use crate::remote::DataConn;
 
 /// Until what could not be done is tried again.
@@ -227,7 +228,7 @@ pub(super) struct ShardThread {
     /// What others see of it.
     pub(super) gauges: Arc<ShardGauges>,
     /// The VMM.
-    pub(super) vmm_pid: i32,
+    pub(super) vmm: Arc<Vmm>,
     /// Pages that the VMM has not mapped any longer.
     pub(super) unmapped: Vec<PageRun>,
     /// Regions on their way out, and who waits for that.
@@ -384,9 +385,8 @@ impl ShardThread {
             "QEMU unmapped guest RAM"
         );
         self.shard.freeze(run);
-        let pid = self.vmm_pid;
         let ports = self.shard.ports();
-        let is_mapped = ports.ram.is_mapped(pid, run).unwrap_or_else(|error| {
+        let is_mapped = ports.ram.is_mapped(&self.vmm, run).unwrap_or_else(|error| {
             tracing::warn!(%error, "the VMM's memory map is not readable");
             false
         });

@@ -110,17 +110,23 @@ impl StateDir {
     /// A tmpfs for files of these sizes: one that was mounted for this, or a new one. What an earlier
     /// backend of the same guest left there is removed.
     pub(super) fn create(path: &Path, sizes: FileSizes) -> Result<Self, StateError> {
-        if !is_unused(path, tmpfs_bytes(sizes)) {
-            Self::mount(path, sizes)?;
-        }
+        Self::mount_unless_unused(path, sizes)?;
         Ok(Self {
             path: path.to_owned(),
             is_ours: true,
         })
     }
 
+    /// Mounts it, unless that was done and nobody has used it.
+    pub(super) fn mount_unless_unused(path: &Path, sizes: FileSizes) -> Result<(), StateError> {
+        match is_unused(path, tmpfs_bytes(sizes)) {
+            true => Ok(()),
+            false => Self::mount(path, sizes),
+        }
+    }
+
     /// Mounts it, in place of whatever is mounted there.
-    pub(super) fn mount(path: &Path, sizes: FileSizes) -> Result<(), StateError> {
+    fn mount(path: &Path, sizes: FileSizes) -> Result<(), StateError> {
         let bytes = tmpfs_bytes(sizes);
         let failed = |source: io::Error| StateError::Mount {
             path: path.to_owned(),
@@ -315,8 +321,19 @@ impl Drop for StateDir {
         if let Err(error) = self.records().wipe_keys() {
             tracing::warn!(path = %self.path.display(), %error, "the guest's keys were not overwritten");
         }
-        if let Err(error) = rustix::mount::unmount(&self.path, UnmountFlags::DETACH) {
-            tracing::warn!(path = %self.path.display(), %error, "the state directory stays mounted");
+        let records = self.records();
+        if let Err(error) = records.remove_record()
+            && records.path("record").exists()
+        {
+            tracing::warn!(%error, "the guest's record stays");
+        }
+        match rustix::mount::unmount(&self.path, UnmountFlags::DETACH) {
+            Ok(()) => {}
+            // A pager has no right to: its supervisor does so next.
+            Err(Errno::PERM) => {}
+            Err(error) => {
+                tracing::warn!(path = %self.path.display(), %error, "the state directory stays mounted")
+            }
         }
     }
 }

@@ -37,8 +37,8 @@ use crate::engine::staging::StagingPool;
 use crate::engine::stats::Stats;
 use crate::engine::table::{PageTable, State, Words};
 use crate::engine::{PageIndex, PageRun, Shared, StagingSlot, budget};
-use crate::handover::discover::{self, RamBlock, Refusal};
-use crate::handover::{HandoverError, MemfdId, Vmm, Way};
+use crate::handover::discover::{RamBlock, Refusal};
+use crate::handover::{HandoverError, MemfdId, Powers, Vmm, Way};
 use crate::remote::{
     AddressError, Former, RemoteConfig, RemoteError, ServerAddress, Session, SessionEvent,
 };
@@ -83,21 +83,25 @@ impl From<PagerError> for TakeoverError {
 
 /// A guest whose backend died.
 pub struct Orphan {
-    vmm: Vmm,
+    vmm: Arc<Vmm>,
     record: Record,
     state_dir: StateDir,
 }
 
 impl Orphan {
     /// The guest `vm` that a former process served out of this state directory, if it runs still.
-    pub fn find(state_dir: &Path, vm: VmId) -> Result<Option<Self>, TakeoverError> {
+    pub fn find(
+        state_dir: &Path,
+        vm: VmId,
+        powers: &Powers,
+    ) -> Result<Option<Self>, TakeoverError> {
         let state_dir = StateDir::open(state_dir);
         let records = state_dir.records();
         let Some((vmm, is_known)) = records.vmm()? else {
             return Ok(None);
         };
         let vmm = match Vmm::reopen(vmm.pid, vmm.start_time) {
-            Ok(vmm) if !vmm.has_ended() => vmm,
+            Ok(vmm) if !vmm.has_ended() => Arc::new(vmm.with_powers(powers)),
             Ok(_) => return Ok(None),
             Err(HandoverError::VmmGone { source, .. }) if is_gone(&source) => return Ok(None),
             Err(error) => return Err(error.into()),
@@ -143,7 +147,7 @@ impl Orphan {
 
     /// Serves it from here on. Of `remote` the identity is used; servers and secret are those that
     /// the former process had.
-    pub fn take_over(self, remote: &RemoteConfig) -> Result<(Vmm, Pager), TakeoverError> {
+    pub fn take_over(self, remote: &RemoteConfig) -> Result<(Arc<Vmm>, Pager), TakeoverError> {
         check(&self.state_dir.records(), &self.record)?;
         let size = self.record.page_size;
         let table = self.state_dir.open_table(self.record.vm)?;
@@ -201,7 +205,7 @@ impl Orphan {
             servers: self.record.servers.clone(),
         };
         let pager = prepared.spawn(Held {
-            vmm_pid: self.vmm.pid,
+            vmm: Arc::clone(&self.vmm),
             ram,
             uffds,
             plugging: Plugging::again(&self.record.foreign),
@@ -217,11 +221,11 @@ impl Orphan {
 
     /// The RAM in its places. Blocks that the VMM has unplugged meanwhile are left out.
     fn find_ram(&self, pages: u32) -> Result<GuestRam, TakeoverError> {
-        let (pid, size) = (self.vmm.pid, self.record.page_size);
+        let (vmm, size) = (&self.vmm, self.record.page_size);
         let shards = self.record.userfaultfds.len() as u32;
-        let ram = GuestRam::of(pages, shards, size, pid);
+        let ram = GuestRam::of(pages, shards, size, vmm);
         let ram = ram.map_err(system("opening QEMU's page map"))?;
-        let mappings = discover::backend_mappings(pid);
+        let mappings = vmm.mappings();
         let mappings = mappings.map_err(system("reading the VMM's memory map"))?;
         for block in &self.record.blocks {
             let id = MemfdId::from(block.memfd);
@@ -233,7 +237,7 @@ impl Orphan {
                 file_offset: block.file_offset,
                 hva: block.address,
                 length: block.bytes,
-                ..discover::known_block(pid, mapping)?
+                ..vmm.known_block(mapping)?
             };
             let pages_are = found.huge_page_bytes.unwrap_or(PageSize::BASE.bytes());
             if pages_are != size.bytes() || !ram.restore(found, &places(block)) {

@@ -6,7 +6,7 @@ use crate::handover::MemfdId;
 const BACKEND_PATH: &str = "/memfd:memory-backend-memfd";
 
 /// A mapping, or several that lie one after the other in address and file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Mapping {
     /// First address.
     pub start: u64,

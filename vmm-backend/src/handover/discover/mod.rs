@@ -80,8 +80,7 @@ fn find_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
     check_backends(&line, &backends)?;
     others::check_devices(&line)?;
     others::check_open_files(vmm.pid)?;
-    let maps = read(&proc_path(vmm.pid, "maps"))?;
-    let mappings = maps::of_backends(&String::from_utf8_lossy(&maps));
+    let mappings = parse_mappings(&read(&proc_path(vmm.pid, "maps"))?);
     let blocks = open_blocks(vmm.pid, mappings, &line, &backends)?;
     check_page_sizes(&blocks)?;
     check_locked(vmm.pid, &line)?;
@@ -92,32 +91,13 @@ fn find_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
     Ok(blocks)
 }
 
-/// Whether the VMM `pid` has `length` bytes at `file_offset` of the memfd `id` mapped at `hva`, as
-/// when they were found. An unplugged block is not; a block whose pages the VMM replaced is.
-pub fn is_mapped(
-    pid: i32,
-    id: MemfdId,
-    file_offset: u64,
-    hva: u64,
-    length: u64,
-) -> io::Result<bool> {
-    let mappings = backend_mappings(pid)?;
-    Ok(mappings.iter().any(|mapping| {
-        mapping.id == id
-            && mapping.start <= hva
-            && hva + length <= mapping.end
-            && mapping.offset + (hva - mapping.start) == file_offset
-    }))
-}
-
-/// What the VMM `pid` has mapped of memory backends' memfds now, RAM or not.
-pub fn backend_mappings(pid: i32) -> io::Result<Vec<Mapping>> {
-    let maps = fs::read(proc_path(pid, "maps"))?;
-    Ok(maps::of_backends(&String::from_utf8_lossy(&maps)))
+/// The mappings of memory backends' memfds in the text of a `/proc/PID/maps`.
+pub(super) fn parse_mappings(maps: &[u8]) -> Vec<Mapping> {
+    maps::of_backends(&String::from_utf8_lossy(maps))
 }
 
 /// The block behind a mapping that appeared after the hand-over, or why it must not be paged.
-pub fn plugged_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
+pub(crate) fn plugged_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
     if !mapping.shared {
         let text = format!("a block of {} bytes is mapped privately", mapping.length());
         return Err(Refusal::PrivateMemory(text));
@@ -141,7 +121,7 @@ pub fn plugged_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
 
 /// The block behind a mapping that an earlier process of ours had taken over already: nothing is
 /// refused any longer but what is no whole memfd.
-pub fn known_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
+pub(crate) fn known_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
     let descriptors = memfds_of(pid)?;
     let found = descriptors.iter().find(|(_, id, _)| *id == mapping.id);
     let Some((path, ..)) = found.filter(|_| mapping.shared) else {

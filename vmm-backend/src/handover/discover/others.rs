@@ -138,7 +138,7 @@ fn host_nests_vmx() -> bool {
         .is_ok_and(|nested| matches!(nested.trim(), "Y" | "1"))
 }
 
-/// Refuses if a process besides the VMM and this one maps any of the memfds.
+/// Refuses if a process besides the VMM, this one and its pager maps any of the memfds.
 pub(super) fn check_other_mappers(vmm: i32, memfds: &[MemfdId]) -> Result<(), Refusal> {
     let proc = Path::new("/proc");
     let us = std::process::id() as i32;
@@ -153,13 +153,20 @@ pub(super) fn check_other_mappers(vmm: i32, memfds: &[MemfdId]) -> Result<(), Re
         }
         // Processes end while we look, and kernel threads map nothing.
         let maps = fs::read_to_string(entry.path().join("maps")).unwrap_or_default();
-        if maps::maps_any(&maps, memfds) {
+        if maps::maps_any(&maps, memfds) && parent(pid) != Some(us) {
             let command = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
             let who = format!("process {pid} ({})", command.trim());
             return Err(Refusal::OtherMapper(who));
         }
     }
     Ok(())
+}
+
+/// The parent of a process, if it is there still.
+fn parent(pid: i32) -> Option<i32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
+    line?.trim().parse().ok()
 }
 
 #[cfg(test)]

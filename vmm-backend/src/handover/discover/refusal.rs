@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::handover::powers::ErrandError;
+
 /// A refusal. Its message says what was found and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
@@ -12,6 +14,9 @@ pub enum Refusal {
         /// Process.
         pid: i32,
     },
+    /// What the supervisor, which looks for us, told.
+    #[error("{0}")]
+    Told(String),
     /// A file of `/proc` or `/sys` could not be read.
     #[error("{path} cannot be read; the backend must run as root on the VMM's host", path = .path.display())]
     Unreadable {
@@ -120,4 +125,10 @@ pub enum Refusal {
         /// What it is set to.
         setting: String,
     },
+}
+
+impl From<ErrandError> for Refusal {
+    fn from(error: ErrandError) -> Self {
+        Self::Told(outram_wire::causes::with_causes(&error))
+    }
 }

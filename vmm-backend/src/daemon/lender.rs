@@ -1,0 +1,228 @@
+//! The supervisor's part of [`crate::handover::powers`]: it runs a pager's errands, and sees to it that
+//! they concern the guest's VMM alone.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use outram_wire::causes::with_causes;
+use serde::{Deserialize, Serialize};
+
+use super::run_dir::RunDir;
+use super::termination;
+use crate::handover::powers::{self, Answer, Block, Errand};
+use crate::handover::{self, HandoverError, Options, Vmm};
+
+/// The guest's VMM, once it came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Bound {
+    pid: i32,
+    start_time: u64,
+}
+
+/// What lends power over one guest's VMM.
+#[derive(Clone, Debug)]
+pub(super) struct Lender {
+    /// Where the VMM is written down, for a supervisor that follows this one: out of the pager's reach.
+    file: PathBuf,
+    dir: PathBuf,
+    socket_user: Option<String>,
+    bound: Arc<Mutex<Option<Bound>>>,
+}
+
+/// Why an errand is not run.
+#[derive(Debug, thiserror::Error)]
+enum LendError {
+    /// No VMM has come.
+    #[error("no VMM has connected yet")]
+    Unbound,
+    /// Another one than the guest's.
+    #[error("process {0} is not this guest's VMM, which is process {1}")]
+    Other(i32, i32),
+    /// The errand.
+    #[error(transparent)]
+    Handover(#[from] HandoverError),
+    /// The errand.
+    #[error(transparent)]
+    Refusal(#[from] handover::discover::Refusal),
+    /// The errand.
+    #[error(transparent)]
+    System(#[from] io::Error),
+    /// Nothing was beside the errand.
+    #[error("the socket that belongs to the errand is missing")]
+    NoSocket,
+    /// A socket that cannot be given away.
+    #[error("{0}")]
+    Socket(String),
+}
+
+impl LendError {
+    fn is_gone(&self) -> bool {
+        use handover::discover::Refusal;
+        matches!(
+            self,
+            Self::Handover(HandoverError::VmmGone { .. }) | Self::Refusal(Refusal::Gone { .. })
+        )
+    }
+}
+
+type Brought = (Answer, Vec<OwnedFd>);
+
+impl Lender {
+    /// For the guest of this directory, of which a former supervisor may have written down its VMM.
+    pub(super) fn new(dir: &Path, socket_user: Option<&str>) -> Self {
+        let file = dir.with_extension("vmm");
+        let text = fs::read(&file).ok();
+        let bound = text.and_then(|text| serde_json::from_slice(&text).ok());
+        Self {
+            file,
+            dir: dir.to_owned(),
+            socket_user: socket_user.map(str::to_owned),
+            bound: Arc::new(Mutex::new(bound)),
+        }
+    }
+
+    /// Forgets the VMM, which has ended.
+    pub(super) fn forget(&self) {
+        if let Err(error) = fs::remove_file(&self.file)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, path = %self.file.display(), "a file stays");
+        }
+    }
+
+    /// Runs errands for one pager, in a thread of its own, until that pager has ended.
+    pub(super) fn lend(&self, socket: OwnedFd) -> io::Result<()> {
+        let lender = self.clone();
+        let work = move || {
+            if let Err(error) = lender.serve(&socket) {
+                tracing::warn!(%error, "the pager's errands are not run any more");
+            }
+        };
+        std::thread::Builder::new()
+            .name("errands".to_owned())
+            .spawn(work)
+            .map(drop)
+    }
+
+    fn serve(&self, socket: &OwnedFd) -> io::Result<()> {
+        while let Some((errand, beside)) = powers::receive::<Errand>(socket.as_fd())? {
+            let (answer, descriptors) = match self.run(errand, beside) {
+                Ok(brought) => brought,
+                Err(error) => {
+                    let failed = Answer::Failed {
+                        gone: error.is_gone(),
+                        reason: with_causes(&error),
+                    };
+                    (failed, Vec::new())
+                }
+            };
+            let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+            powers::send(socket.as_fd(), &answer, &descriptors)?;
+        }
+        Ok(())
+    }
+
+    fn run(&self, errand: Errand, beside: Vec<OwnedFd>) -> Result<Brought, LendError> {
+        let socket = beside.into_iter().next().map(UnixStream::from);
+        match errand {
+            Errand::Bind => {
+                self.bind(&socket.ok_or(LendError::NoSocket)?)?;
+                return done();
+            }
+            Errand::GiveSocket => {
+                let given = RunDir::at(&self.dir).give_vhost(self.socket_user.as_deref());
+                given.map_err(|error| LendError::Socket(format!("{error:#}")))?;
+                return done();
+            }
+            _ => {}
+        }
+        let vmm = self.vmm()?;
+        match errand {
+            Errand::Bind | Errand::GiveSocket => done(),
+            Errand::GuestRam => Ok(blocks(vmm.guest_ram()?)),
+            Errand::PluggedBlock(mapping) => Ok(blocks(vec![vmm.plugged_block(&mapping)?])),
+            Errand::KnownBlock(mapping) => Ok(blocks(vec![vmm.known_block(&mapping)?])),
+            Errand::Take {
+                count,
+                allow_sysctl,
+            } => {
+                let options = Options {
+                    allow_sysctl,
+                    ..Options::default()
+                };
+                let socket = socket.ok_or(LendError::NoSocket)?;
+                let taken = handover::take(&vmm, &socket, count, &options)?;
+                let answer = Answer::Taken {
+                    numbers: taken.vmm_fd_numbers,
+                    way: taken.way,
+                };
+                Ok((answer, taken.uffds))
+            }
+            Errand::Close(numbers) => {
+                handover::close(&vmm, &numbers, &Options::default())?;
+                done()
+            }
+            Errand::Fetch(numbers) => Ok((Answer::Done, vmm.fetch_uffds(&numbers)?)),
+            Errand::Maps => one(fs::File::open(format!("/proc/{}/maps", vmm.pid))?),
+            Errand::PageMap => one(vmm.page_map()?),
+            Errand::CountTerminations => one(termination::count(vmm.pid)?),
+            Errand::Kill => {
+                vmm.kill()?;
+                done()
+            }
+        }
+    }
+
+    /// The guest's VMM.
+    fn vmm(&self) -> Result<Vmm, LendError> {
+        let bound = *self.bound.lock().unwrap_or_else(PoisonError::into_inner);
+        let bound = bound.ok_or(LendError::Unbound)?;
+        Ok(Vmm::reopen(bound.pid, bound.start_time)?)
+    }
+
+    /// Whoever is at the other end of this socket is the guest's VMM, unless that is another process.
+    /// Only the user that QEMU runs as can connect to it.
+    fn bind(&self, socket: &UnixStream) -> Result<(), LendError> {
+        let pid = handover::peer(socket)?.pid;
+        let came = Vmm::open(pid)?;
+        if let Ok(known) = self.vmm()
+            && !known.has_ended()
+            && (known.pid, known.start_time) != (came.pid, came.start_time)
+        {
+            return Err(LendError::Other(came.pid, known.pid));
+        }
+        let bound = Bound {
+            pid: came.pid,
+            start_time: came.start_time,
+        };
+        self.write_down(bound)?;
+        *self.bound.lock().unwrap_or_else(PoisonError::into_inner) = Some(bound);
+        Ok(())
+    }
+
+    fn write_down(&self, bound: Bound) -> io::Result<()> {
+        let next = self.file.with_extension("vmm.next");
+        let mut options = fs::OpenOptions::new();
+        let file = options.create(true).write(true).truncate(true).mode(0o600);
+        serde_json::to_writer(file.open(&next)?, &bound)?;
+        fs::rename(&next, &self.file)
+    }
+}
+
+fn done() -> Result<Brought, LendError> {
+    Ok((Answer::Done, Vec::new()))
+}
+
+fn one(descriptor: impl Into<OwnedFd>) -> Result<Brought, LendError> {
+    Ok((Answer::Done, vec![descriptor.into()]))
+}
+
+fn blocks(found: Vec<handover::discover::RamBlock>) -> Brought {
+    let (told, memfds) = found.into_iter().map(Block::split).unzip();
+    (Answer::Blocks(told), memfds)
+}
