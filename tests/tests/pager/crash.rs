@@ -1,7 +1,7 @@
 //! The backend is killed (SIGKILL), and another one takes its guest over.
 
 use std::fs;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
@@ -22,12 +22,36 @@ pub(crate) const TESTS: &[crate::Test] = &[
 /// Written and mostly evicted by every test here.
 const FILLED: u64 = 14_000;
 
-/// Kills under load. Each costs some 0.3 to 0.5 s.
-const KILLS: u64 = 40;
+/// Kills under load in 'make test'; `OUTRAM_SOAK_KILLS` says another number.
+const KILLS: u64 = 200;
 
-/// Instants to kill at, in milliseconds: spread, and the same in every run.
-fn instant(round: u64) -> Duration {
-    Duration::from_micros(round * 7919 % 61_000)
+/// Kills while one load lasts.
+const KILLS_A_LOAD: u64 = 20;
+
+/// Longest time that the guest works in peace between two kills.
+const PEACE_MOST_US: u64 = 60_000;
+
+/// The vCPU that asks for a page that was never touched, which needs no server.
+const ASKS_FOR_NEW: usize = 3;
+
+/// The vCPU that asks for pages most of which lie on a server.
+const ASKS_FOR_STORED: usize = 4;
+
+/// Pages that it asks for: so many that one of them at least is not in memory.
+const ASKED_FOR: u64 = 24;
+
+fn from_environment(name: &str) -> Result<Option<u64>> {
+    let Ok(value) = std::env::var(name) else {
+        return Ok(None);
+    };
+    let number = value.parse();
+    Ok(Some(number.with_context(|| format!("{name}={value}"))?))
+}
+
+/// Numbers that lie far from each other for numbers that lie side by side (Knuth, "The Art of
+/// Computer Programming", 6.4: multiplicative hashing).
+fn spread(number: u64) -> u64 {
+    number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
 }
 
 fn filled(lab: &Lab, wish: &Wish<'_>) -> Result<Guest> {
@@ -61,23 +85,63 @@ fn demand_answers(guest: &mut Guest, sent: Vec<u64>) -> Result<()> {
     guest.verify(0, FILLED)
 }
 
+/// How long the guest stood still, kill by kill.
+#[derive(Default)]
+struct Stalls(Vec<Duration>);
+
+impl std::fmt::Display for Stalls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut sorted = self.0.clone();
+        sorted.sort_unstable();
+        let of = |percent: usize| match sorted.len() {
+            0 => 0,
+            length => sorted[(length * percent / 100).min(length - 1)].as_millis(),
+        };
+        write!(f, "p50 {} ms, p99 {} ms, most {} ms", of(50), of(99), of(100))
+    }
+}
+
 /// At any instant of heavy paging: the guest stalls and goes on.
 fn again_and_again(lab: &Lab) -> Result<()> {
+    let kills = from_environment("OUTRAM_SOAK_KILLS")?.unwrap_or(KILLS);
+    let seed = from_environment("OUTRAM_KILL_SEED")?.unwrap_or(1);
+    println!("killing a backend {kills} times (OUTRAM_KILL_SEED={seed})");
+    let random = |kill: u64, below: u64| spread((seed << 32) + kill) % below;
     let server = lab.server()?;
     let wish = Wish {
         servers: &[&server.address],
+        vcpus: 5,
         ..Wish::default()
     };
     let mut guest = filled(lab, &wish)?;
-    for batch in 0..KILLS / 10 {
-        let sent = load(&mut guest, 1.5)?;
-        for round in 0..10 {
-            std::thread::sleep(instant(batch * 10 + round));
-            guest.kill_backend()?;
-            guest.take_over(lab, &wish)?;
+    let untouched = guest.pages() - FILLED;
+    let (mut new, mut stored) = (Stalls::default(), Stalls::default());
+    let mut sent = Vec::new();
+    for kill in 0..kills {
+        if kill % KILLS_A_LOAD == 0 {
+            demand_answers(&mut guest, std::mem::take(&mut sent))?;
+            sent = load(&mut guest, 3.0)?;
         }
-        demand_answers(&mut guest, sent)?;
+        std::thread::sleep(Duration::from_micros(random(kill, PEACE_MOST_US)));
+        guest.kill_backend()?;
+        let killed = Instant::now();
+        guest.spawn_backend_again(lab, &wish)?;
+        let page = FILLED + kill % untouched;
+        let touch = guest.send(ASKS_FOR_NEW, "touch", json!({"page": page, "pages": 1}))?;
+        let page = random(kill, FILLED - ASKED_FOR);
+        let touch_stored = json!({"page": page, "pages": ASKED_FOR});
+        let touch_stored = guest.send(ASKS_FOR_STORED, "touch", touch_stored)?;
+        guest.answer(touch)?;
+        new.0.push(killed.elapsed());
+        guest.answer(touch_stored)?;
+        stored.0.push(killed.elapsed());
     }
+    demand_answers(&mut guest, sent)?;
+    println!(
+        "{kills} kills; from the kill until a fault was answered that needs no server: {new}; \
+         until {ASKED_FOR} pages were there, most of them from a server: {stored}"
+    );
+    guest.wait_serving()?;
     guest.connect()?;
     guest.squeeze()?;
     guest.verify(0, FILLED)?;

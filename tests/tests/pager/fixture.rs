@@ -214,6 +214,7 @@ pub(crate) struct Guest {
     log: PathBuf,
     uuid: String,
     least: u64,
+    pages: u64,
 }
 
 /// A connection to a backend's control socket.
@@ -348,6 +349,7 @@ impl Guest {
             log,
             uuid,
             least: wish.huge.map_or(LEAST, |_| LEAST_HUGE),
+            pages: (wish.ram_mib.iter().sum::<u64>() << 20) / PAGE,
         };
         let connected = guest.vmm.wait_connected().map(drop);
         connected.with_context(|| guest.log())?;
@@ -375,6 +377,7 @@ impl Guest {
             log,
             uuid,
             least: wish.huge.map_or(LEAST, |_| LEAST_HUGE),
+            pages: (wish.ram_mib.iter().sum::<u64>() << 20) / PAGE,
         };
         guest.connect()?;
         Ok(guest)
@@ -407,10 +410,20 @@ impl Guest {
     /// The same; returns once it serves the guest.
     pub(crate) fn take_over(&mut self, lab: &Lab, wish: &Wish<'_>) -> Result<()> {
         (self.backend, self.log) = start_backend(lab, &self.uuid, wish, wish.memory().1)?;
+        self.wait_serving()
+    }
+
+    /// Waits until its backend serves it.
+    pub(crate) fn wait_serving(&self) -> Result<()> {
         self.wait_status("the guest to be taken over", |status| {
             status.phase != Phase::Waiting
         })?;
         Ok(())
+    }
+
+    /// Pages of its RAM at the start.
+    pub(crate) fn pages(&self) -> u64 {
+        self.pages
     }
 
     /// Has the VMM connect its disk again.
