@@ -142,7 +142,7 @@ impl SlotModel {
                     let gone = self.held.iter().filter(|(_, held)| *held == slab);
                     assert!(
                         gone.into_iter()
-                            .all(|(slot, _)| groups.contains(&slot.group))
+                            .all(|(slot, _)| groups.lost.contains(&slot.group))
                     );
                     self.slabs.remove(&slab);
                 }

@@ -1,8 +1,12 @@
 //! Places on the memory servers: which slabs are leased, and which of their slots hold a page.
 //!
 //! Slots belong to a *group* of slabs, so that copies and parity can be found by one (group, slot)
-//! without more bytes a page. A group has one slab now. Pages are placed in the fullest group
-//! that has room, so that sparse ones empty out and can be given back.
+//! without more bytes a page. The pager makes groups of one slab; those of several, each with a copy
+//! of every page at the same index, are proved in the simulation. A group that has lost one of its
+//! copies takes no more pages, and those that it has are to be moved to another.
+//!
+//! Pages are placed in the fullest group that has room, so that sparse ones empty out and can be
+//! given back.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,7 +35,8 @@ pub struct Place {
     pub index: u32,
 }
 
-/// A group: its number, and where it lies.
+/// One copy of a group: its number, and where it lies. Those of the same number are copies of each
+/// other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupPlace {
     /// The number that slots name it by.
@@ -42,26 +47,36 @@ pub struct GroupPlace {
     pub slots: u32,
 }
 
+/// What became of groups whose slabs are gone.
+#[derive(Debug, Default)]
+pub struct Forgotten {
+    /// No copy is left of these.
+    pub lost: HashSet<u32>,
+    /// These have one copy less, and their pages are to be moved.
+    pub degraded: Vec<u32>,
+}
+
 #[derive(Debug)]
 struct Group {
-    slab: SlabRef,
+    /// One slab a copy, at least one.
+    slabs: Vec<SlabRef>,
     /// A set bit is a free slot.
     free: Vec<u64>,
     slots: u32,
     used: u32,
-    /// The server wants the slab back: nothing new is placed in it.
+    /// A server wants its slab back, or a copy is lost: nothing new is placed in it.
     vacating: bool,
 }
 
 impl Group {
-    /// A slab of which every slot is free.
-    fn new(slab: SlabRef, slots: u32) -> Self {
+    /// Slabs of which every slot is free.
+    fn new(slabs: &[SlabRef], slots: u32) -> Self {
         let mut free = vec![u64::MAX; (slots as usize).div_ceil(64)];
         if !slots.is_multiple_of(64) {
             *free.last_mut().expect("a slab has at least one slot") = (1 << (slots % 64)) - 1;
         }
         Self {
-            slab,
+            slabs: slabs.to_vec(),
             free,
             slots,
             used: 0,
@@ -157,22 +172,28 @@ impl SlotPool {
         self.connected[server].load(Ordering::Acquire)
     }
 
-    /// Adds a leased slab of `slots` pages.
+    /// Adds a leased slab of `slots` pages, a group by itself.
     pub fn add_slab(&self, slab: SlabRef, slots: u32) {
-        let mut inner = self.lock();
-        // A group's number is never used again: a slot of a slab that is gone stays known as such.
-        inner.groups.push(Some(Group::new(slab, slots)));
+        self.add_group(&[slab], slots);
     }
 
-    /// The groups there are. With [`SlotPool::restore`] slots of the table mean the same again in
-    /// another process.
+    /// Adds a group of leased slabs of `slots` pages each, every one of them a copy.
+    pub fn add_group(&self, slabs: &[SlabRef], slots: u32) {
+        let mut inner = self.lock();
+        // A group's number is never used again: a slot of a slab that is gone stays known as such.
+        inner.groups.push(Some(Group::new(slabs, slots)));
+    }
+
+    /// The groups there are, copy by copy. With [`SlotPool::restore`] slots of the table mean the same
+    /// again in another process.
     pub fn groups(&self) -> Vec<GroupPlace> {
         let inner = self.lock();
         let groups = (0..).zip(&inner.groups);
-        let places = groups.filter_map(|(number, group)| {
-            group.as_ref().map(|group| GroupPlace {
+        let copies = groups.filter_map(|(number, group)| Some((number, group.as_ref()?)));
+        let places = copies.flat_map(|(number, group)| {
+            group.slabs.iter().map(move |slab| GroupPlace {
                 number,
-                slab: group.slab,
+                slab: *slab,
                 slots: group.slots,
             })
         });
@@ -192,7 +213,10 @@ impl SlotPool {
         let length = numbers.fold(next, u32::max) as usize;
         inner.groups.resize_with(length, || None);
         for place in places {
-            inner.groups[place.number as usize] = Some(Group::new(place.slab, place.slots));
+            match &mut inner.groups[place.number as usize] {
+                Some(group) => group.slabs.push(place.slab),
+                none => *none = Some(Group::new(&[place.slab], place.slots)),
+            }
         }
     }
 
@@ -220,7 +244,7 @@ impl SlotPool {
                 .iter_mut()
                 .enumerate()
                 .filter_map(|(number, group)| Some((number, group.as_mut()?)))
-                .filter(|(_, group)| group.room() > 0 && self.is_connected(group.slab.server))
+                .filter(|(_, group)| group.room() > 0 && self.reaches_all(group))
                 .min_by_key(|(_, group)| group.room());
             let Some((number, group)) = fullest else {
                 break;
@@ -250,7 +274,7 @@ impl SlotPool {
             && (vacating || inner.room() >= 2 * size)
             && let Some(group) = inner.groups[slot.group as usize].take()
         {
-            inner.releasable.push(group.slab);
+            inner.releasable.extend(group.slabs);
         }
     }
 
@@ -259,24 +283,44 @@ impl SlotPool {
         std::mem::take(&mut self.lock().releasable)
     }
 
-    /// Where a slot lies; `None` where its slab is gone.
-    pub fn place(&self, slot: SlotId) -> Option<Place> {
-        let inner = self.lock();
-        let group = inner.groups.get(slot.group as usize)?.as_ref()?;
-        Some(Place {
-            slab: group.slab,
-            index: slot.index,
-        })
+    fn reaches_all(&self, group: &Group) -> bool {
+        let mut slabs = group.slabs.iter();
+        slabs.all(|slab| self.is_connected(slab.server))
     }
 
-    /// Whether a slot's copy can be relied upon now: its server connected, its lease valid.
+    fn reaches_one(&self, group: &Group) -> bool {
+        let mut slabs = group.slabs.iter();
+        slabs.any(|slab| self.is_connected(slab.server))
+    }
+
+    /// Where a slot lies, within reach if any copy is; `None` where all of its slabs are gone.
+    pub fn place(&self, slot: SlotId) -> Option<Place> {
+        let copies = self.copies(slot);
+        let mut near = copies.iter();
+        let near = near.find(|place| self.is_connected(place.slab.server));
+        near.or(copies.first()).copied()
+    }
+
+    /// Every place where a slot's bytes lie.
+    pub fn copies(&self, slot: SlotId) -> Vec<Place> {
+        let inner = self.lock();
+        let group = inner.groups.get(slot.group as usize);
+        let slabs = group.and_then(Option::as_ref).map(|group| &group.slabs);
+        let place = |slab: &SlabRef| Place {
+            slab: *slab,
+            index: slot.index,
+        };
+        slabs.into_iter().flatten().map(place).collect()
+    }
+
+    /// Whether a slot's bytes can be relied upon now: a copy's server connected, its lease valid.
     pub fn is_safe(&self, slot: SlotId) -> bool {
         let inner = self.lock();
         let group = inner
             .groups
             .get(slot.group as usize)
             .and_then(Option::as_ref);
-        group.is_some_and(|group| !group.vacating && self.is_connected(group.slab.server))
+        group.is_some_and(|group| !group.vacating && self.reaches_one(group))
     }
 
     /// Slots free on connected servers.
@@ -284,23 +328,26 @@ impl SlotPool {
         let inner = self.lock();
         let groups = inner.groups.iter().flatten();
         groups
-            .filter(|group| self.is_connected(group.slab.server))
+            .filter(|group| self.reaches_all(group))
             .map(|group| u64::from(group.room()))
             .sum()
     }
 
     /// Forgets slabs whose contents are gone, and names their groups. The caller must have every
-    /// shard drop those slots before a slab is added again.
-    pub fn forget(&self, lost: &[SlabRef]) -> HashSet<u32> {
+    /// shard drop slots of those that are lost before a slab is added again.
+    pub fn forget(&self, gone: &[SlabRef]) -> Forgotten {
         let mut inner = self.lock();
-        let mut forgotten = HashSet::new();
-        for (number, group) in inner.groups.iter_mut().enumerate() {
-            if group
-                .as_ref()
-                .is_some_and(|group| lost.contains(&group.slab))
-            {
-                *group = None;
-                forgotten.insert(number as u32);
+        let mut forgotten = Forgotten::default();
+        for (number, entry) in inner.groups.iter_mut().enumerate() {
+            let Some(group) = entry else { continue };
+            let copies = group.slabs.len();
+            group.slabs.retain(|slab| !gone.contains(slab));
+            if group.slabs.is_empty() {
+                *entry = None;
+                forgotten.lost.insert(number as u32);
+            } else if group.slabs.len() < copies {
+                group.vacating = true;
+                forgotten.degraded.push(number as u32);
             }
         }
         forgotten
@@ -310,15 +357,16 @@ impl SlotPool {
     /// slab is queued for release at once.
     pub fn vacate(&self, slab: SlabRef) -> Option<u32> {
         let mut inner = self.lock();
-        let number = inner
-            .groups
-            .iter()
-            .position(|group| group.as_ref().is_some_and(|group| group.slab == slab))?;
+        let number = inner.groups.iter().position(|group| {
+            group
+                .as_ref()
+                .is_some_and(|group| group.slabs.contains(&slab))
+        })?;
         let group = inner.groups[number].as_mut()?;
         group.vacating = true;
         if group.used == 0 {
-            inner.groups[number] = None;
-            inner.releasable.push(slab);
+            let empty = inner.groups[number].take()?;
+            inner.releasable.extend(empty.slabs);
             return None;
         }
         Some(number as u32)
@@ -341,7 +389,7 @@ impl SlotPool {
             .groups
             .iter()
             .flatten()
-            .filter(|group| group.slab.server == server);
+            .filter(|group| group.slabs.iter().any(|slab| slab.server == server));
         groups.fold((0, 0), |(slabs, pages), group| {
             (slabs + 1, pages + u64::from(group.used))
         })
@@ -462,10 +510,40 @@ mod tests {
     }
 
     #[test]
+    fn a_slot_finds_every_copy_and_outlives_the_loss_of_one() {
+        let other = SlabRef { server: 1, slab: 3 };
+        let before = SlotPool::new(2);
+        before.add_group(&[SLAB, other], 4);
+        assert!(before.allocate(1).is_empty(), "a copy is out of reach");
+        before.set_connected(0, true);
+        assert!(before.allocate(1).is_empty(), "a copy is out of reach");
+        before.set_connected(1, true);
+        let slot = before.allocate(1)[0];
+        // The same in another process, of which the table's entry is all that it has.
+        let after = SlotPool::new(2);
+        after.restore(&before.groups(), before.next_group());
+        assert!(after.claim(slot));
+        for pool in [&before, &after] {
+            let slabs: Vec<_> = pool.copies(slot).iter().map(|copy| copy.slab).collect();
+            assert_eq!(slabs, [SLAB, other]);
+            pool.set_connected(0, false);
+            pool.set_connected(1, true);
+            assert_eq!(pool.place(slot).map(|place| place.slab), Some(other));
+            assert!(pool.is_safe(slot));
+            let forgotten = pool.forget(&[SLAB]);
+            assert_eq!((forgotten.lost.len(), forgotten.degraded), (0, vec![0]));
+            assert_eq!(pool.copies(slot).len(), 1);
+            assert!(pool.is_vacating(slot) && pool.allocate(1).is_empty());
+            assert_eq!(pool.forget(&[other]).lost, HashSet::from([0]));
+            assert_eq!(pool.place(slot), None);
+        }
+    }
+
+    #[test]
     fn slots_of_a_lost_slab_are_gone() {
         let pool = pool(1, 4);
         let slot = pool.allocate(1)[0];
-        assert_eq!(pool.forget(&[SLAB]).len(), 1);
+        assert_eq!(pool.forget(&[SLAB]).lost.len(), 1);
         assert_eq!(pool.place(slot), None);
         pool.free(slot);
     }

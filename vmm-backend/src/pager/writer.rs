@@ -449,7 +449,7 @@ const _: () = assert!(PageSize::HUGE.length() <= outram_wire::server::data::MAX_
 
 /// Forgets slabs whose contents are gone, and tells every shard.
 pub(super) fn forget_slabs(shared: &SharedRef, shards: &[Inbox<ShardEvent>], slabs: &[SlabRef]) {
-    let groups: Arc<HashSet<u32>> = Arc::new(shared.slots.forget(slabs));
+    let groups: Arc<HashSet<u32>> = Arc::new(shared.slots.forget(slabs).lost);
     if !groups.is_empty() {
         for shard in shards {
             shard.send(ShardEvent::GroupsLost(Arc::clone(&groups)));

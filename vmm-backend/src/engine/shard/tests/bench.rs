@@ -399,6 +399,6 @@ impl Bench {
 
     /// The one slab's contents are gone.
     pub(super) fn lose_slab(&mut self) -> HashSet<u32> {
-        self.shared.slots.forget(&[SLAB])
+        self.shared.slots.forget(&[SLAB]).lost
     }
 }
