@@ -1,6 +1,7 @@
 //! Pages one guest's RAM between its host and memory servers.
 
 pub mod arguments;
+pub mod crash_points;
 pub mod daemon;
 pub mod device;
 pub mod engine;

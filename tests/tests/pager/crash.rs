@@ -97,7 +97,13 @@ impl std::fmt::Display for Stalls {
             0 => 0,
             length => sorted[(length * percent / 100).min(length - 1)].as_millis(),
         };
-        write!(f, "p50 {} ms, p99 {} ms, most {} ms", of(50), of(99), of(100))
+        write!(
+            f,
+            "p50 {} ms, p99 {} ms, most {} ms",
+            of(50),
+            of(99),
+            of(100)
+        )
     }
 }
 

@@ -23,24 +23,33 @@ const WRITE: u64 = 2;
 const INDIRECT: u64 = 4;
 
 /// Pages before this one are the disk's; the others are written, verified and evicted.
-const MEMORY: u64 = 1000;
-const PAGES: u64 = 15_000;
+pub(crate) const MEMORY: u64 = 1000;
+/// How many those are.
+pub(crate) const PAGES: u64 = 15_000;
 
 /// Rings of queue 0 from here on; header and buffers of requests behind them.
 const RINGS: u64 = 8;
 const BUFFERS: u64 = 100;
 
 /// Fills memory, so that all that lies elsewhere is evicted.
-fn push_out(guest: &mut Guest) -> Result<()> {
+pub(crate) fn push_out(guest: &mut Guest) -> Result<()> {
     guest.fill(MEMORY, PAGES)?;
     guest.settle()?;
     Ok(())
 }
 
-fn start_queue(guest: &mut Guest, queue: u64) -> Result<()> {
+/// Starts a queue of the disk.
+pub(crate) fn start_queue(guest: &mut Guest, queue: u64) -> Result<()> {
     let command = json!({"do": "disk-start", "queue": queue, "size": 128,
         "page": RINGS + 8 * queue, "event_idx": queue.is_multiple_of(2)});
     guest.vmm.command(command).map(drop)
+}
+
+/// Sends a request for the disk's first sector, which waits that long for its answer.
+pub(crate) fn send_request(guest: &mut Guest, wait_ms: u64) -> Result<u64> {
+    let wanted = json!({"queue": 0, "type": IN, "sector": 0, "bytes": 512, "page": BUFFERS,
+        "wait_ms": wait_ms});
+    guest.send(1, "request", wanted)
 }
 
 fn request(guest: &mut Guest, kind: u64, sector: u64, bytes: u64) -> Result<Value> {

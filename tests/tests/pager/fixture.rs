@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -9,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
+use outram_backend::crash_points::Point;
 use outram_tests::hermetic::command::{run, wait_for};
 use outram_tests::hermetic::server::{Launch, MemServer};
 use outram_tests::small_vmm::client::{Plan, SmallVmm};
@@ -173,6 +175,8 @@ pub(crate) struct Wish<'a> {
     pub(crate) supervised: bool,
     /// MiB of its far-memory disk, if it is to have one.
     pub(crate) disk_mib: Option<u64>,
+    /// The point at which its backend dies.
+    pub(crate) dies_at: Option<Point>,
 }
 
 impl Default for Wish<'_> {
@@ -187,6 +191,7 @@ impl Default for Wish<'_> {
             seal: Seal::On,
             supervised: false,
             disk_mib: None,
+            dies_at: None,
         }
     }
 }
@@ -279,7 +284,11 @@ fn spawn_backend(
     }
     let log = lab.path(&format!("backend-{uuid}"));
     let file = File::options().create(true).append(true).open(&log)?;
-    let backend = Command::new(lab.program("outram-backend")?)
+    let mut backend = Command::new(lab.program("outram-backend")?);
+    if let Some(point) = wish.dies_at {
+        backend.env("OUTRAM_CRASH_AT", point.name());
+    }
+    let backend = backend
         .arg(if wish.supervised { "run" } else { "page" })
         .args(arguments)
         .stdin(Stdio::null())
@@ -363,6 +372,17 @@ impl Guest {
         wish: &Wish<'_>,
         before: impl FnOnce(&mut SmallVmm) -> Result<()>,
     ) -> Result<Self> {
+        let mut guest = Self::start_unconnected(lab, wish, before)?;
+        guest.connect()?;
+        Ok(guest)
+    }
+
+    /// The same, up to the moment when the VMM is to connect.
+    pub(crate) fn start_unconnected(
+        lab: &Lab,
+        wish: &Wish<'_>,
+        before: impl FnOnce(&mut SmallVmm) -> Result<()>,
+    ) -> Result<Self> {
         let uuid = lab.uuid();
         let (blocks, page_size) = wish.memory();
         let mut vmm = start_vmm(lab, &uuid, wish.vcpus, &blocks)?;
@@ -370,7 +390,7 @@ impl Guest {
         ensure!(early.is_err(), "nobody listens yet: {early:?}");
         before(&mut vmm)?;
         let (backend, log) = start_backend(lab, &uuid, wish, page_size)?;
-        let mut guest = Self {
+        Ok(Self {
             vmm,
             backend,
             dir: lab.path("outram").join(&uuid),
@@ -378,9 +398,7 @@ impl Guest {
             uuid,
             least: wish.huge.map_or(LEAST, |_| LEAST_HUGE),
             pages: (wish.ram_mib.iter().sum::<u64>() << 20) / PAGE,
-        };
-        guest.connect()?;
-        Ok(guest)
+        })
     }
 
     /// Starts another backend for the same VMM, once the one before has ended.
@@ -399,6 +417,30 @@ impl Guest {
     /// The backend's first process: the supervisor, where there is one.
     pub(crate) fn backend(&mut self) -> &mut Child {
         &mut self.backend
+    }
+
+    /// Waits until the backend has died at its point.
+    pub(crate) fn wait_death(&mut self) -> Result<()> {
+        ensure!(self.dies_within(LONG)?, "it is never reached");
+        Ok(())
+    }
+
+    /// Whether the backend dies at its point within a time. It must not end otherwise.
+    pub(crate) fn dies_within(&mut self, limit: Duration) -> Result<bool> {
+        let ended = wait_for("the backend to die", limit, || {
+            Ok(self.backend.try_wait()?)
+        });
+        let Ok(status) = ended else {
+            return Ok(false);
+        };
+        let signal = status.signal();
+        let log = || self.log();
+        ensure!(
+            signal == Some(9),
+            "the backend ended with {status}:\n{}",
+            log()
+        );
+        Ok(true)
     }
 
     /// Starts a backend with the same arguments after the one before was killed. Returns at once.

@@ -6,6 +6,7 @@
 //! libvirt. Where none can be made, each is reported as ignored, with the reason on top.
 
 mod crash;
+mod crash_points;
 mod disk;
 mod disk_crash;
 mod exhaustion;
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
             disk::TESTS,
             servers::TESTS,
             crash::TESTS,
+            crash_points::TESTS,
             supervisor::TESTS,
             disk_crash::TESTS,
             exhaustion::TESTS,

@@ -14,6 +14,7 @@ use outram_wire::control::Counters;
 use super::config::Config;
 use super::stage::{Daemon, Stage};
 use super::termination::Terminations;
+use crate::crash_points::{self, Point};
 use crate::device::{self, Device, DeviceConfig};
 use crate::far_disk::FarDisk;
 use crate::handover::{self, Options, Vmm, Way};
@@ -281,6 +282,7 @@ impl GuestDoor {
         };
         let handed_over = handover::take(&vmm, stream, self.daemon.userfaultfds(), &options)?;
         tracing::info!(pid = vmm.pid, way = %handed_over.way, "memory handed over");
+        crash_points::pass(Point::AttachInjected);
         let prepared = self
             .daemon
             .take_prepared()

@@ -18,6 +18,7 @@ use super::request;
 use super::ring::{Ring, RingError};
 use super::table::{PinnedBuffers, Table};
 use super::tally::Tally;
+use crate::crash_points::{self, Point};
 use crate::far_disk::Interrupt;
 
 /// What all queues of a device share.
@@ -166,11 +167,13 @@ impl QueueServer {
                 let Some((head, chain)) = self.ring.next()? else {
                     break;
                 };
+                crash_points::pass(Point::RequestTaken);
                 let Some(written) = self.execute(&chain) else {
                     // Interrupted: it is made again when the ring is started the next time.
                     self.ring.give_back();
                     return Ok(());
                 };
+                crash_points::pass(Point::RequestDone);
                 if self.ring.complete(head, written, &self.shared.log)? {
                     self.notify();
                 }

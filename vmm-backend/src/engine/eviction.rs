@@ -15,6 +15,7 @@ use super::staging::Ticket;
 use super::table::{Entry, State};
 use super::tag::fill_word;
 use super::{PageIndex, PageRun, Shared};
+use crate::crash_points::{self, Point};
 
 /// Bytes a run has at most, but at least a page: range operations cost per page little more beyond
 /// 64 base pages, and a huge page is a range by itself.
@@ -145,16 +146,22 @@ impl Run {
     ) -> Result<(), EvictionError> {
         let done = match self.step {
             Step::Protect => ports.protect(self.pages).map(|()| Step::Read),
-            Step::Read => ports.read(self.pages, &self.tickets).map(|()| Step::Mark),
+            Step::Read => {
+                crash_points::pass(Point::EvictProtected);
+                ports.read(self.pages, &self.tickets).map(|()| Step::Mark)
+            }
             Step::Mark => {
+                crash_points::pass(Point::EvictStaged);
                 self.mark(shared, ports);
                 Ok(Step::Punch)
             }
             Step::Punch => {
+                crash_points::pass(Point::EvictDecided);
                 self.punching.begin();
                 ports.punch(self.pages).map(|()| Step::Wake)
             }
             Step::Wake => {
+                crash_points::pass(Point::EvictPunched);
                 ports.wake(self.pages);
                 self.give_back_unused(shared);
                 Ok(Step::Ended)
@@ -188,6 +195,9 @@ impl Run {
                 },
             );
             self.fates[number] = fate;
+            if number == 0 {
+                crash_points::pass(Point::EvictHalfDecided);
+            }
         }
     }
 

@@ -27,6 +27,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::tag::Tag;
 use super::{Generation, PageIndex, SlotId, StagingSlot};
+use crate::crash_points::{self, Point};
 
 /// Version of the table's format.
 pub const TABLE_VERSION: u32 = 2;
@@ -271,7 +272,10 @@ impl PageTable {
     /// that does not need what is missing: what the new state relies on is written before the word
     /// with the state, what only the former state relied on after it.
     pub fn store(&self, page: PageIndex, entry: &Entry) {
-        for (word, value) in self.steps(page, entry) {
+        for (step, (word, value)) in self.steps(page, entry).into_iter().enumerate() {
+            if step == ENTRY_WORDS / 2 {
+                crash_points::pass(Point::EntryHalfWritten);
+            }
             self.entry(page)[word].store(value, Ordering::Release);
         }
     }

@@ -16,6 +16,7 @@ use super::released::NotReleased;
 use super::shard_thread::ShardEvent;
 use super::writer::WriterEvent;
 use super::{Inbox, Pager, close_sessions, lock};
+use crate::crash_points::{self, Point};
 use crate::engine::table::State;
 
 /// How long shards may take to let go: requests of the device that are in work end first.
@@ -104,6 +105,7 @@ impl Pager {
             gauges.home.store(false, Ordering::Relaxed);
             shard.send(ShardEvent::Homing(true));
         }
+        crash_points::pass(Point::HomingBegun);
         Ok(())
     }
 
@@ -149,6 +151,7 @@ impl Pager {
     /// fails in the middle: the guest is served as far as it was not released.
     pub fn release(&self) -> Result<(), HomingError> {
         self.begin_to_leave()?;
+        crash_points::pass(Point::HomingDone);
         let deadline = Instant::now() + RELEASE_TIMEOUT;
         for (number, shard) in self.shards.iter().enumerate() {
             if let Err(error) = release_shard(shard, deadline) {
@@ -158,10 +161,15 @@ impl Pager {
                 }
                 return Err(error);
             }
+            if number == 0 {
+                crash_points::pass(Point::HomingShardReleased);
+            }
         }
+        crash_points::pass(Point::HomingReleased);
         if let Err(error) = self.records.remove_record() {
             tracing::warn!(%error, "a backend that takes over from this one would page the guest again");
         }
+        crash_points::pass(Point::HomingRecordGone);
         *lock(&self.course) = Course::Released;
         self.retire();
         Ok(())

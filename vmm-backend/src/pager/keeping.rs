@@ -17,6 +17,7 @@ use super::report::ServerNotes;
 use super::shard_thread::ShardEvent;
 use super::state_dir::{StagingArea, StateError};
 use super::writer::{WriterEvent, forget_slabs};
+use crate::crash_points::{self, Point};
 use crate::engine::SharedRef;
 use crate::engine::slots::{GroupPlace, ServerIndex, SlabRef};
 use crate::remote::{Session, SessionEvent};
@@ -163,6 +164,7 @@ impl Housekeeping {
             return self.writer.send(WriterEvent::LeaseRefused(server));
         }
         let slab = SlabRef { server, slab: id.0 };
+        crash_points::pass(Point::LeaseGranted);
         // Before any page lies there: a successor has to find it.
         if let Err(error) = self.note_group(slab, pages) {
             let reason = format!("its slab cannot be noted down: {}", with_causes(&error));
@@ -171,6 +173,7 @@ impl Housekeeping {
             self.sessions[server].release_slab(id);
             return self.writer.send(WriterEvent::LeaseRefused(server));
         }
+        crash_points::pass(Point::LeaseRecorded);
         self.known_slabs.insert(slab);
         self.shared.slots.add_slab(slab, pages);
         self.notes.clear_refusal(server);

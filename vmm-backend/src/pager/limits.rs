@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use outram_wire::units::{Limit, PageSize, format_size};
 
 use super::{Course, Pager, lock};
+use crate::crash_points::{self, Point};
 use crate::engine::Shared;
 use crate::remote::RemoteError;
 
@@ -212,14 +213,17 @@ impl Pager {
         Sizes::new(limit, standing.ram_bytes, standing.page_size)?;
         let next = Standing { limit, ..*standing };
         self.promise(&standing, &next)?;
+        crash_points::pass(Point::TunePromised);
         if let Err(error) = self.back_staging(&standing, &next) {
             self.promise_less(&standing);
             return Err(error);
         }
         self.settle(&mut standing, next);
+        crash_points::pass(Point::TuneSettled);
         if let Err(error) = self.update_record(|record| record.limit = limit) {
             tracing::warn!(%error, "a backend that takes over from this one would keep the former limit");
         }
+        crash_points::pass(Point::TuneRecorded);
         Ok(())
     }
 

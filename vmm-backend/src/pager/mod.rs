@@ -36,6 +36,7 @@ use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
+use crate::crash_points::{self, Point};
 use crate::engine::PageRun;
 use crate::engine::policy::TwoQueues;
 use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
@@ -322,6 +323,7 @@ impl PreparedPager {
         record.foreign = plugging.foreign();
         // Before the kernel asks anybody for a page: from then on somebody has to answer.
         self.state_dir.records().write_record(&record)?;
+        crash_points::pass(Point::AttachRecorded);
         let uffds = taken.uffds.into_iter();
         let uffds = uffds
             .map(|fd| Uffd::adopt(fd, size).map(Arc::new))
@@ -375,9 +377,10 @@ impl PreparedPager {
             ram_bytes: self.config.ram_bytes,
             page_size: self.config.page_size,
         };
+        let is_new = held.recovered.is_none();
         let limit_pages = self.sizes.limit_pages;
         let rule = Arc::new(BudgetRule::new(limit_pages, standing.ram_pages()));
-        if held.recovered.is_some() {
+        if !is_new {
             // Its pages have claimed the slots that they hold.
             self.shared.staging.set_capacity(self.sizes.staging_pages);
             rule.apply(&self.shared);
@@ -401,6 +404,9 @@ impl PreparedPager {
         threads.push(spawn("housekeeping", &gate, move || {
             keeping.work(&stopped)
         })?);
+        if is_new {
+            crash_points::pass(Point::AttachReady);
+        }
         for _ in &threads {
             // The gate, which outlives this, keeps the channel open.
             let _ = opener.send(());
@@ -563,6 +569,7 @@ impl Parts<'_> {
             }
             let populated = plugging::watch(&thread.shard.ports().uffd, &self.held.ram, &region)
                 .map_err(system("taking guest RAM over with userfaultfd"))?;
+            crash_points::pass(Point::AttachWatched);
             thread.plug(region.pages, populated);
         }
         threads.push(spawn(&format!("shard-{number}"), self.gate, move || {

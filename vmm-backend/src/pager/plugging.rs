@@ -26,6 +26,7 @@ use super::shard_thread::ShardEvent;
 use super::state_dir::StateError;
 use super::uffd::Uffd;
 use super::{Course, LimitError, Pager, guest_ram, lock};
+use crate::crash_points::{self, Point};
 use crate::device::HostRange;
 use crate::engine::PageRun;
 use crate::handover::MemfdId;
@@ -248,6 +249,7 @@ impl Pager {
                 wait
             });
             let waits = waits.collect();
+            crash_points::pass(Point::UnplugTold);
             plugging.leaving.push(Leaving { block, runs, waits });
         }
     }
@@ -264,6 +266,7 @@ impl Pager {
             !has_left
         });
         if !gone.is_empty() {
+            crash_points::pass(Point::UnplugDone);
             let mut standing = lock(&self.standing);
             let ram_bytes = self.ram_bytes();
             let shrunk = Standing {
@@ -384,6 +387,7 @@ impl Pager {
             self.ram.remove(&runs);
             return Err(error.into());
         }
+        crash_points::pass(Point::PlugRecorded);
         let mut watched = Vec::new();
         for region in &regions {
             match watch(&self.uffds[self.shard_of(region.pages)], &self.ram, region) {
@@ -398,10 +402,12 @@ impl Pager {
                 }
             }
         }
+        crash_points::pass(Point::PlugWatched);
         for (region, populated) in watched {
             let shard = &self.shards[self.shard_of(region.pages)];
             shard.send(ShardEvent::Plug(region.pages, populated));
         }
+        crash_points::pass(Point::PlugTold);
         Ok(())
     }
 

@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
 use super::state_dir::StateError;
+use crate::crash_points::{self, Point};
 use crate::engine::seal::{SECRET_BYTES, Secret};
 use crate::engine::slots::{GroupPlace, SlabRef};
 use crate::handover::{HandedOver, MemfdId, Vmm, Way};
@@ -332,6 +333,7 @@ impl Records {
         let (path, next) = (self.dir.join(name), self.dir.join(format!("{name}.next")));
         let written = create(&next)
             .and_then(|mut file| file.write_all(bytes))
+            .inspect(|()| crash_points::pass(Point::FileWritten))
             .and_then(|()| fs::rename(&next, &path));
         written.map_err(|source| StateError::File { path, source })
     }

@@ -23,6 +23,7 @@ use super::released::{NotReleased, Released};
 use super::state_dir::StagingArea;
 use super::uffd::{Event, Events, FaultKind, ReadWrite, Uffd};
 use super::writer::WriterEvent;
+use crate::crash_points::{self, Point};
 use crate::engine::eviction::Run;
 use crate::engine::shard::{Fault, FetchFailed, Shard};
 use crate::engine::slots::ServerIndex;
@@ -348,6 +349,7 @@ impl ShardThread {
                 }
             }
             Event::Remove { start, end } => {
+                crash_points::pass(Point::DiscardRead);
                 for run in self.runs_of(start as u64, end as u64) {
                     self.removed(run);
                 }

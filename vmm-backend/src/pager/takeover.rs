@@ -10,6 +10,12 @@
 //! 3. Sessions with the servers are resumed in the background, and the threads start. Whoever waited
 //!    is woken, for faults that were read by the dead process are not told again.
 //!
+//! A discard that the dead process had read, and had not applied to the table, is forgotten: the
+//! kernel lets its caller go on as the event is read, whatever becomes of the reader. A page that was
+//! in memory is found to be a hole, and reads as zeros; one that lay elsewhere comes back with the
+//! bytes that the guest gave back: its own last ones, never older ones. Balloon and free-page
+//! reporting promise a guest no more than that. It is kept until the guest gives it back again.
+//!
 //! Nothing is needed of the VMM but that it lives; the vhost-user connection comes later, by itself.
 //! Until the last step nothing has been changed that a further successor would not find.
 
@@ -30,6 +36,7 @@ use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
 use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, Recovered, lock, system};
+use crate::crash_points::{self, Point};
 use crate::engine::recovery::recover_page;
 use crate::engine::seal::PageKey;
 use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
@@ -155,7 +162,9 @@ impl Orphan {
         let table = PageTable::new(Box::new(table));
         let staging = Arc::new(self.state_dir.open_staging(size)?);
         let ram = Arc::new(self.find_ram(table.pages())?);
+        crash_points::pass(Point::RecoverOpened);
         let uffds = self.fetch_userfaultfds()?;
+        crash_points::pass(Point::RecoverFetched);
         let standing = self.standing(&ram);
         let sizes = standing.sizes();
         let keys = self.state_dir.records().keys()?;
@@ -172,8 +181,10 @@ impl Orphan {
         shared.slots.set_keep_allowance(sizes.keep_pages);
         let recovered = recover_table(&shared, &table_file, &ram, &uffds, &staging)
             .map_err(system("taking guest RAM over again"))?;
+        crash_points::pass(Point::RecoverTable);
         fit_staging(&shared, &staging, sizes.staging_pages, &recovered.written)
             .map_err(system("allocating the staging area"))?;
+        crash_points::pass(Point::RecoverStaging);
         let remote = RemoteConfig {
             addresses: self.addresses()?,
             secret: keys.session,
@@ -182,6 +193,7 @@ impl Orphan {
         };
         let (sender, events) = unbounded();
         let each = reserve_bytes(standing.ram_bytes, sizes, size, remote.addresses.len());
+        crash_points::pass(Point::RecoverSessions);
         let sessions = resume_sessions(&remote, each, &recovered.slabs, &sender)?;
         let prepared = PreparedPager {
             config: PagerConfig {
@@ -212,7 +224,9 @@ impl Orphan {
             record: self.record,
             recovered: Some(recovered),
         })?;
+        crash_points::pass(Point::RecoverThreads);
         pager.wake_all();
+        crash_points::pass(Point::RecoverWoken);
         if let Some(state_dir) = &mut *lock(&pager.state_dir) {
             state_dir.adopt();
         }
@@ -355,12 +369,12 @@ fn recover_table(
         let shard = ram.shard_of(region.pages);
         let mut is_present = vec![false; region.pages.count as usize];
         let place = |page: PageIndex| (page.0 - region.pages.first.0) as usize;
-        for page in watch(&uffds[shard], ram, &region)?
-            .into_iter()
-            .flat_map(PageRun::pages)
-        {
+        let populated = watch(&uffds[shard], ram, &region)?;
+        crash_points::pass(Point::RecoverWatched);
+        for page in populated.into_iter().flat_map(PageRun::pages) {
             is_present[place(page)] = true;
             recover_page(shared, page, true, staging);
+            crash_points::pass(Point::RecoverFirstEntry);
         }
         let own = before
             .iter()

@@ -18,6 +18,7 @@ use super::inbox::{Inbox, Messages};
 use super::ready::wait_ready;
 use super::shard_thread::ShardEvent;
 use super::state_dir::StagingArea;
+use crate::crash_points::{self, Point};
 use crate::engine::slots::{Place, ServerIndex, SlabRef};
 use crate::engine::{PageSize, SharedRef, SlotId, StagedPage};
 use crate::remote::{DataConn, Extent, ExtentError, Session, SubmitError};
@@ -268,8 +269,10 @@ impl Writer {
             false => staged.collect(),
         };
         let id = self.next_batch;
+        crash_points::pass(Point::WritePlaced);
         match conn.submit_write(id, &extents, &pages) {
             Ok(()) => {
+                crash_points::pass(Point::WriteSent);
                 self.next_batch += 1;
                 self.in_flight.insert(id, batch);
                 true
@@ -321,6 +324,7 @@ impl Writer {
     }
 
     fn acknowledge(&self, batch: Batch) {
+        crash_points::pass(Point::WriteAcknowledged);
         for (order, slot) in batch.orders {
             self.shards[order.shard].send(ShardEvent::WrittenBack(order.page, slot));
         }
@@ -390,11 +394,13 @@ impl Writer {
         if let Some(server) = candidates.max_by_key(unreserved) {
             self.leases[server].asked = true;
             self.sessions[server].request_slab();
+            crash_points::pass(Point::LeaseAsked);
         }
     }
 
     fn release_empty(&self) {
         for slab in self.shared.slots.drain_releasable() {
+            crash_points::pass(Point::LeaseReturned);
             self.sessions[slab.server].release_slab(SlabId(slab.slab));
         }
     }

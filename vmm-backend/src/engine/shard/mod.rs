@@ -27,6 +27,7 @@ use super::policy::{Arrival, Policy};
 use super::stats::FaultKind;
 use super::table::{Entry, State};
 use super::{Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SharedRef};
+use crate::crash_points::{self, Point};
 use crate::engine::staging::Ticket;
 use homing::Homing;
 use pins::PinRequest;
@@ -546,10 +547,11 @@ impl<P: Ports> Shard<P> {
                     ..entry
                 },
             );
+            crash_points::pass(Point::UnprotectMarked);
             match self.ports.unprotect(page) {
                 Install::Again | Install::PoolEmpty => return self.retry_later(page, pending),
                 Install::Gone => return self.refuse_pins_of(&pending, PinRefused::Unplugged),
-                Install::Done | Install::Exists => {}
+                Install::Done | Install::Exists => crash_points::pass(Point::Unprotected),
             }
             self.complete(page, FaultKind::Protected, pending);
         } else {
@@ -639,6 +641,7 @@ impl<P: Ports> Shard<P> {
             count: ahead as u32 + 1,
         };
         let (made, how) = self.ports.zero(run);
+        crash_points::pass(Point::ZeroMade);
         self.next_zero = PageIndex(page.0 + made.max(1));
         self.shared
             .budget
@@ -650,6 +653,7 @@ impl<P: Ports> Shard<P> {
         let how = if made > 0 { Install::Done } else { how };
         let entry = self.shared.table.load(page).into_dirty_resident();
         self.end_install(page, how, entry, Arrival::New, FaultKind::Zero, pending);
+        crash_points::pass(Point::ZeroMarked);
     }
 
     fn install_filled(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
@@ -662,8 +666,10 @@ impl<P: Ports> Shard<P> {
                 .for_each(|chunk| chunk.copy_from_slice(&word.to_ne_bytes()));
             self.ports.copy(page, &self.filler, false)
         };
+        crash_points::pass(Point::FilledCopied);
         let next = entry.into_dirty_resident();
         self.end_install(page, how, next, Arrival::New, FaultKind::Filled, pending);
+        crash_points::pass(Point::FilledMarked);
     }
 
     fn take_back(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
@@ -672,6 +678,7 @@ impl<P: Ports> Shard<P> {
             return self.lose(page, pending);
         };
         let how = self.ports.copy_staged(page, slot);
+        crash_points::pass(Point::TakeBackCopied);
         // The tag stays: if a write-back in work ends, its slot is a good copy of these bytes.
         let next = Entry {
             tag: entry.tag,
@@ -685,6 +692,7 @@ impl<P: Ports> Shard<P> {
             FaultKind::Staged,
             pending,
         );
+        crash_points::pass(Point::TakeBackMarked);
         if matches!(how, Install::Done | Install::Exists) {
             self.shared.staging.release(slot);
         }
@@ -701,6 +709,7 @@ impl<P: Ports> Shard<P> {
         if !self.ports.fetch(Fetch { id, page, slot }) {
             self.shared.stats.stalls_server.count();
         }
+        crash_points::pass(Point::FetchAsked);
     }
 
     fn install_fetched(
@@ -716,6 +725,7 @@ impl<P: Ports> Shard<P> {
             .filter(|slot| !slots.is_vacating(*slot) && slots.try_keep());
         let protect = slot.is_some() && !pending.wants_write();
         let how = self.ports.copy(page, bytes, protect);
+        crash_points::pass(Point::FetchCopied);
         let next = match slot {
             Some(_) => Entry {
                 state: State::Resident,
@@ -742,6 +752,7 @@ impl<P: Ports> Shard<P> {
             pending.fetched = Some((entry, bytes.into()));
         }
         self.end_install(page, how, next, Arrival::New, FaultKind::Remote, pending);
+        crash_points::pass(Point::FetchMarked);
         self.free_slot(unused);
     }
 
@@ -803,6 +814,7 @@ impl<P: Ports> Shard<P> {
         }
         if entry.state != State::Absent {
             self.set(page, entry.into_absent());
+            crash_points::pass(Point::DiscardApplied);
         }
         self.free_slot(entry.slot);
         if let Some(slot) = entry.staging {

@@ -1,6 +1,7 @@
 //! Runs out to evictors and back, and write-back.
 
 use super::*;
+use crate::crash_points::{self, Point};
 use crate::engine::eviction::{Fate, RUN_BYTES, Run};
 use crate::engine::{SlotId, StagedPage};
 
@@ -86,6 +87,7 @@ impl<P: Ports> Shard<P> {
                 },
             );
         }
+        crash_points::pass(Point::EvictBusy);
         self.shared.budget.start_evicting(u64::from(count));
         let run = Run::new(pages, tickets);
         self.runs_out.push((pages, run.punching()));
@@ -96,6 +98,7 @@ impl<P: Ports> Shard<P> {
     /// An evictor hands a run back.
     pub fn on_run_done(&mut self, run: &Run) {
         assert!(run.has_ended(), "a run came back before its end");
+        crash_points::pass(Point::EvictEnded);
         self.runs_out.retain(|(pages, _)| *pages != run.pages);
         self.shared.budget.end_evicting(u64::from(run.pages.count));
         if run.fates.contains(&Fate::Stays) {
@@ -174,6 +177,7 @@ impl<P: Ports> Shard<P> {
                         ..entry
                     },
                 );
+                crash_points::pass(Point::EvictSettled);
                 self.free_slot(entry.slot);
                 let generation = entry.generation;
                 self.ports.write_back(StagedPage {
@@ -222,6 +226,7 @@ impl<P: Ports> Shard<P> {
                         ..entry
                     },
                 );
+                crash_points::pass(Point::WriteStored);
                 self.shared.staging.release(staged.staging.slot);
                 self.move_if_vacating(page);
             }
