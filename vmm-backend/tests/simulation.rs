@@ -1,17 +1,20 @@
 //! The engine in a simulated world: a kernel, a guest, memory servers and an operator, all of
-//! which may do anything at any moment that they may do in reality. One seed determines all.
+//! which may do anything at any moment that they may do in reality. The engine's process dies, again
+//! and again, and is recovered from what outlives it (`crashes.rs`). One seed determines all.
 //!
 //! After each step the design's invariants are checked over the whole world (`checks.rs`). That
 //! each check catches something is tested, too: the world is broken in one way after the other
 //! (`sabotage.rs`), and the check has to find it.
 //!
 //! `OUTRAM_SIM_SEED=7 OUTRAM_SIM_STEPS=1000000 cargo test -p outram-backend --test simulation`
-//! runs one seed for longer.
+//! runs one seed for longer; `OUTRAM_SIM_SECONDS=3600` seeds that nobody has run before, for an hour.
 
 #[path = "simulation/checks.rs"]
 mod checks;
 #[path = "simulation/contents.rs"]
 mod contents;
+#[path = "simulation/crashes.rs"]
+mod crashes;
 #[path = "simulation/guest.rs"]
 mod guest;
 #[path = "simulation/mishaps.rs"]
@@ -31,13 +34,24 @@ mod steps;
 #[path = "simulation/world.rs"]
 mod world;
 
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
 use sabotage::Sabotage;
 use steps::Simulation;
 use world::{Memory, Violation};
 
-/// Steps of the default run, over all seeds.
-const STEPS: u64 = 200_000;
+/// Steps of the default run, over all seeds, of each world: more than a million together.
+const fn steps_of(memory: Memory) -> u64 {
+    match memory {
+        Memory::Tmpfs => 800_000,
+        Memory::TmpfsTwoCopies | Memory::Hugetlbfs => 200_000,
+    }
+}
+
 const SEEDS: u64 = 8;
+/// Steps of each seed of a soak.
+const SOAK_STEPS: u64 = 200_000;
 /// Steps between two times at which everything is let come to rest.
 const STEPS_UNTIL_QUIET: u64 = 1_500;
 
@@ -85,6 +99,12 @@ fn invariants_hold_after_each_step() {
     invariants_hold_in(Memory::Tmpfs);
 }
 
+/// Each page on two servers, one of which may lose all that it has: nothing is lost by that.
+#[test]
+fn invariants_hold_after_each_step_with_two_copies() {
+    invariants_hold_in(Memory::TmpfsTwoCopies);
+}
+
 /// Discards that no event tells of, and a pool of pages that others draw from.
 #[test]
 fn invariants_hold_after_each_step_on_hugetlbfs() {
@@ -92,22 +112,47 @@ fn invariants_hold_after_each_step_on_hugetlbfs() {
 }
 
 fn invariants_hold_in(memory: Memory) {
-    let (seeds, steps) = match from_environment("OUTRAM_SIM_SEED") {
-        Some(seed) => (
-            seed..seed + 1,
-            from_environment("OUTRAM_SIM_STEPS").unwrap_or(STEPS),
-        ),
-        None => (
-            0..SEEDS,
-            from_environment("OUTRAM_SIM_STEPS").unwrap_or(STEPS) / SEEDS,
-        ),
-    };
-    for seed in seeds {
-        let _announce = Announce(seed, steps);
-        match run(seed, steps, memory, None) {
-            Ok(simulation) => simulation.assert_lively(steps),
-            Err((step, Violation { check, what })) => panic!("step {step}: {check:?}: {what}"),
+    if let Some(seconds) = from_environment("OUTRAM_SIM_SECONDS") {
+        return soak(memory, Duration::from_secs(seconds));
+    }
+    let steps = from_environment("OUTRAM_SIM_STEPS").unwrap_or(steps_of(memory));
+    if let Some(seed) = from_environment("OUTRAM_SIM_SEED") {
+        run_well(seed, steps, memory);
+        return;
+    }
+    let mut died_at = BTreeSet::new();
+    for seed in 0..SEEDS {
+        died_at.append(&mut run_well(seed, steps / SEEDS, memory).deaths.points);
+    }
+    let missing = crashes::POINTS.iter();
+    let missing = missing.filter(|point| !died_at.contains(point));
+    let missing: Vec<_> = missing.map(|point| point.name()).collect();
+    let is_complete = missing.is_empty() || memory != Memory::Tmpfs || steps < steps_of(memory);
+    assert!(is_complete, "never died at {missing:?}");
+}
+
+/// Runs one seed after the other, none of them known before, for as long as that.
+fn soak(memory: Memory, length: Duration) {
+    let start = Instant::now();
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH);
+    let first = since_epoch.map_or(0, |time| time.as_micros() as u64);
+    let mut seeds = 0;
+    while start.elapsed() < length {
+        run_well(first + seeds, SOAK_STEPS, memory);
+        seeds += 1;
+    }
+    println!("{memory:?}: {seeds} seeds from {first}, {SOAK_STEPS} steps each: all is well");
+}
+
+/// Runs a seed, which has to go well.
+fn run_well(seed: u64, steps: u64, memory: Memory) -> Simulation {
+    let _announce = Announce(seed, steps);
+    match run(seed, steps, memory, None) {
+        Ok(mut simulation) => {
+            simulation.assert_lively(steps);
+            simulation
         }
+        Err((step, Violation { check, what })) => panic!("step {step}: {check:?}: {what}"),
     }
 }
 

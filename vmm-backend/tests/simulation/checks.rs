@@ -32,11 +32,13 @@ struct Recount {
 }
 
 impl World {
-    /// Checks everything. `used_before` are the pages that were counted before the step.
+    /// Checks everything. `used_before` are the pages that were counted before the step, `brought` those
+    /// that the engine had to take in it.
     pub(crate) fn check(
         &mut self,
         shards: &[Shard<SimPorts>],
         used_before: u64,
+        brought: u64,
     ) -> Result<(), Violation> {
         self.check_waiters(shards)?;
         if let Some((page, generation)) = self.sent_twice {
@@ -60,7 +62,7 @@ impl World {
             self.count_page(page, &entry, &mut recount);
         }
         recount.staging += shards.iter().map(|shard| shard.moves() as u64).sum::<u64>();
-        self.check_counts(&recount, used_before)
+        self.check_counts(&recount, self.limit.max(used_before) + brought)
     }
 
     /// Whoever waits is known to the engine, or has a message to be read.
@@ -194,12 +196,14 @@ impl World {
         recount.present += u64::from(self.memory[page as usize].is_some());
         let in_memory = matches!(entry.state, State::Resident | State::Busy);
         recount.kept += u64::from(in_memory && entry.slot.is_some());
-        let placed = entry.slot.and_then(|slot| self.shared.slots.place(slot));
-        recount.slots += u64::from(placed.is_some());
+        let slot = entry.slot.into_iter();
+        recount.slots += slot
+            .map(|slot| self.shared.slots.copies(slot).len() as u64)
+            .sum::<u64>();
         recount.staging += u64::from(entry.state == State::Staged);
     }
 
-    fn check_counts(&mut self, recount: &Recount, used_before: u64) -> Result<(), Violation> {
+    fn check_counts(&mut self, recount: &Recount, used_most: u64) -> Result<(), Violation> {
         for (state, counted) in STATES.iter().zip(recount.states) {
             let gauge = self.shared.stats.pages(*state);
             if gauge != counted {
@@ -209,12 +213,12 @@ impl World {
                 );
             }
         }
-        self.check_budget(recount, used_before)?;
+        self.check_budget(recount, used_most)?;
         self.check_slots(recount)?;
         self.check_staging(recount)
     }
 
-    fn check_budget(&mut self, recount: &Recount, used_before: u64) -> Result<(), Violation> {
+    fn check_budget(&mut self, recount: &Recount, used_most: u64) -> Result<(), Violation> {
         let table = &self.shared.table;
         self.live_fetches.retain(|page, fetch| {
             let entry = table.load(PageIndex(*page));
@@ -223,17 +227,18 @@ impl World {
         let counted = recount.states[State::Resident as usize]
             + recount.states[State::Busy as usize]
             + self.live_fetches.len() as u64;
-        let (used, limit) = (self.shared.budget.used(), self.limit);
+        let used = self.shared.budget.used();
         if used != counted {
             return fail(
                 Check::Budget,
                 format!("{used} pages are counted, {counted} are there or on their way"),
             );
         }
-        if used > limit.max(used_before) {
+        if used > used_most {
+            let limit = self.limit;
             return fail(
                 Check::Budget,
-                format!("{used} pages, up from {used_before}, over the limit of {limit}"),
+                format!("{used} pages, {used_most} at most, by a limit of {limit}"),
             );
         }
         if recount.present > used {
@@ -254,8 +259,8 @@ impl World {
             );
         }
         let in_flight = self.servers.writes.iter();
-        let in_flight = in_flight.filter(|write| slots.place(write.slot).is_some());
-        let held = recount.slots + in_flight.count() as u64;
+        let in_flight = in_flight.map(|write| slots.copies(write.slot).len() as u64);
+        let held = recount.slots + in_flight.sum::<u64>();
         let used: u64 = (0..SERVERS).map(|server| slots.usage(server).1).sum();
         if used != held {
             return fail(Check::Slots, format!("{held} slots held, {used} in use"));

@@ -54,7 +54,7 @@ impl World {
         };
         match self.kind {
             _ if !self.is_unpinned(run) || !self.are_there(run) => {}
-            Memory::Tmpfs => self.discard(run),
+            Memory::Tmpfs | Memory::TmpfsTwoCopies => self.discard(run),
             Memory::Hugetlbfs => self.discard_silently(run),
         }
     }

@@ -9,6 +9,7 @@ use outram_backend::engine::stats::FaultKind;
 use outram_backend::engine::table::State;
 use outram_backend::engine::{PageIndex, PageRun};
 
+use crate::crashes::WrittenDown;
 use crate::plugging::{Presence, changing_part};
 use crate::ports::SimPorts;
 use crate::sabotage::Sabotage;
@@ -31,6 +32,12 @@ impl Simulation {
             let kept = world.random.below(50);
             let shared = Arc::clone(&world.shared);
             world.limit = u64::from(limit);
+            world.written = WrittenDown {
+                limit: world.limit,
+                staging,
+                kept,
+                groups: std::mem::take(&mut world.written.groups),
+            };
             let beyond = if world.is(Sabotage::IgnoreLimit) {
                 20
             } else {
@@ -76,6 +83,7 @@ impl Simulation {
             _ => self.thaw(),
         }
         self.tell_lost_groups();
+        self.move_degraded();
     }
 
     /// The operator wants everything home: the limit is lifted, and every shard is told.
@@ -216,6 +224,7 @@ impl Simulation {
             self.world.borrow_mut().set_connected(server, true);
         }
         self.tell_lost_groups();
+        self.move_degraded();
         self.thaw();
         self.finish_unplugging();
         {
@@ -246,14 +255,11 @@ impl Simulation {
 }
 
 impl Simulation {
-    /// The run went everywhere: a simulation that does nothing checks nothing.
-    pub(crate) fn assert_lively(&self, steps: u64) {
-        if steps < 20_000 {
-            return;
-        }
+    /// Adds what this life of the backend has seen to what the former ones have.
+    pub(crate) fn note_what_happened(&mut self) {
         let stats = &self.shared.stats;
         let faults = FaultKind::ALL.map(|kind| (kind.name(), stats.faults(kind)));
-        for (name, count) in faults.into_iter().chain([
+        let happened = [
             ("clean evictions", stats.evicted_clean.get()),
             ("filled evictions", stats.evicted_filled.get()),
             ("staged evictions", stats.evicted_staged.get()),
@@ -261,31 +267,40 @@ impl Simulation {
             ("write-backs", stats.written_back.get()),
             ("removals", stats.removed.get()),
             ("waits for room", stats.stalls_limit.get()),
-            (
-                "waits for the pool",
-                match self.world.borrow().kind {
-                    Memory::Tmpfs => 1,
-                    Memory::Hugetlbfs => stats.stalls_pool.get(),
-                },
-            ),
+            ("waits for the pool", stats.stalls_pool.get()),
             ("waits for a server", stats.stalls_server.get()),
             ("duplicates", stats.duplicates.get()),
-            (
-                "homecomings",
-                match self.world.borrow().kind {
-                    Memory::Tmpfs => self.homecomings,
-                    Memory::Hugetlbfs => 1,
-                },
-            ),
-            (
-                "plugged parts",
-                match self.world.borrow().kind {
-                    Memory::Tmpfs => self.plugged,
-                    Memory::Hugetlbfs => 1,
-                },
-            ),
-        ]) {
-            assert!(count > 0, "no {name} in {steps} steps");
+        ];
+        for (name, count) in faults.into_iter().chain(happened) {
+            *self.happened.entry(name).or_default() += count;
+        }
+    }
+
+    /// The run went everywhere: a simulation that does nothing checks nothing.
+    pub(crate) fn assert_lively(&mut self, steps: u64) {
+        if steps < 20_000 {
+            return;
+        }
+        self.note_what_happened();
+        let kind = self.world.borrow().kind;
+        let moves = [
+            ("homecomings", self.homecomings),
+            ("plugged parts", self.plugged),
+        ];
+        let deaths = [
+            ("deaths", self.deaths.count),
+            ("deaths within recovery", self.deaths.within_recovery),
+        ];
+        self.happened.extend(moves.into_iter().chain(deaths));
+        let never = match kind {
+            Memory::Tmpfs | Memory::TmpfsTwoCopies => &["waits for the pool"][..],
+            Memory::Hugetlbfs => &["homecomings", "plugged parts"],
+        };
+        for (name, count) in &self.happened {
+            assert!(
+                *count > 0 || never.contains(name),
+                "no {name} in {steps} steps"
+            );
         }
     }
 }

@@ -85,7 +85,7 @@ impl World {
     }
 
     /// The memory behind a part is gone.
-    fn empty(&mut self, shard: usize) {
+    pub(crate) fn empty(&mut self, shard: usize) {
         for page in changing_part(shard).pages() {
             let place = page.0 as usize;
             self.memory[place] = None;
@@ -199,5 +199,7 @@ impl Simulation {
                 self.unplug(shard);
             }
         }
+        // There may be nothing else to do.
+        self.see_off();
     }
 }

@@ -57,6 +57,14 @@ pub(crate) enum Sabotage {
     DropUnplug,
     /// An entry of unplugged memory is made anew.
     KeepUnplugged,
+    /// A successor of the backend wakes nobody.
+    WakeNobody,
+    /// A successor believes the table more than the guest's memory.
+    TrustTable,
+    /// The staging area dies with the backend.
+    LoseStaging,
+    /// Which slabs the groups are is not written down.
+    WriteNoGroups,
     /// A page given back begins to count its generations anew.
     RepeatGeneration,
 }
@@ -88,6 +96,10 @@ impl Sabotage {
         (Self::KeepLimit, &[Check::NotHome, Check::Stuck]),
         (Self::DropUnplug, &[Check::Stuck, Check::Budget]),
         (Self::KeepUnplugged, &[Check::Kept]),
+        (Self::WakeNobody, &[Check::LostWakeUp]),
+        (Self::TrustTable, &[Check::Stray, Check::WrongBytes]),
+        (Self::LoseStaging, &[Check::LostWithoutCause]),
+        (Self::WriteNoGroups, &[Check::LostWithoutCause]),
         (Self::RepeatGeneration, &[Check::SentTwice]),
     ];
 }

@@ -41,6 +41,8 @@ pub(crate) struct WriteInFlight {
     pub(crate) staged: StagedPage,
     pub(crate) slot: SlotId,
     contents: Contents,
+    /// Slabs that have it.
+    carried: Vec<SlabRef>,
     pub(crate) done: bool,
 }
 
@@ -52,6 +54,10 @@ pub(crate) struct Servers {
     pub(crate) writes: Vec<WriteInFlight>,
     /// Groups lost that each shard has not been told of.
     pub(crate) lost_notices: [HashSet<u32>; SHARDS],
+    /// Copies that each group has, each on another server.
+    copies: usize,
+    /// Groups that have lost a copy, of which no shard was told.
+    pub(crate) degraded: Vec<u32>,
 }
 
 /// What the writer did with an order.
@@ -65,8 +71,10 @@ pub(crate) enum Started {
 }
 
 impl Servers {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(copies: usize) -> Self {
         Self {
+            copies,
+            degraded: Vec::new(),
             servers: (0..SERVERS).map(|_| Server::default()).collect(),
             next_slab: 0,
             fetches: Vec::new(),
@@ -84,32 +92,36 @@ impl World {
         }
     }
 
-    fn stored(&self, slot: SlotId) -> Option<&BTreeMap<u32, Contents>> {
-        let place = self.shared.slots.place(slot)?;
-        let server = &self.servers.servers[place.slab.server];
-        server.slabs.get(&place.slab.slab)
+    fn slab(&self, slab: SlabRef) -> Option<&BTreeMap<u32, Contents>> {
+        self.servers.servers[slab.server].slabs.get(&slab.slab)
     }
 
-    /// What a server holds in a slot.
+    /// What the servers hold in a slot; nothing where one of the copies is not as the others.
     pub(crate) fn contents_of(&self, slot: SlotId) -> Option<&Contents> {
-        self.stored(slot)?.get(&slot.index)
-    }
-
-    fn is_reachable(&self, slot: SlotId) -> bool {
-        let place = self.shared.slots.place(slot);
-        place.is_none_or(|place| self.servers.servers[place.slab.server].connected)
+        let copies = self.shared.slots.copies(slot).into_iter();
+        let mut held = copies.map(|copy| self.slab(copy.slab)?.get(&slot.index));
+        let first = held.next()??;
+        held.all(|other| other == Some(first)).then_some(first)
     }
 
     /// A server answers a fetch; sometimes with a bit wrong.
     pub(crate) fn serve_fetch(&mut self, number: usize) {
         let fetch = self.servers.fetches[number].fetch;
-        if self.servers.fetches[number].answer.is_some() || !self.is_reachable(fetch.slot) {
+        if self.servers.fetches[number].answer.is_some() {
             return;
         }
-        let known = self.stored(fetch.slot).is_some();
-        let held = self.contents_of(fetch.slot).cloned();
-        let mut answer = known.then(|| held.unwrap_or_else(|| self.zero.clone()));
-        if self.random.chance(8) {
+        // Of several copies any that is in reach will do.
+        let copies = self.shared.slots.copies(fetch.slot);
+        let mut near = copies.clone();
+        near.retain(|copy| self.servers.servers[copy.slab.server].connected);
+        let slab = match self.random.index(near.len()) {
+            Some(copy) => self.slab(near[copy].slab),
+            None if copies.is_empty() => None,
+            None => return,
+        };
+        let held = slab.map(|slab| slab.get(&fetch.slot.index).cloned());
+        let mut answer = held.map(|held| held.unwrap_or_else(|| self.zero.clone()));
+        if self.servers.copies == 1 && self.random.chance(8) {
             answer = answer.map(|contents| contents.with_flipped_bit(&mut self.random));
             self.may_be_lost.insert(fetch.page.0);
         }
@@ -162,6 +174,7 @@ impl World {
             staged,
             slot,
             contents,
+            carried: Vec::new(),
             done: false,
         });
         Started::Yes
@@ -181,17 +194,28 @@ impl World {
             return None;
         }
         let first = self.random.below(SERVERS as u64) as usize;
-        let server = (first..first + SERVERS)
+        let near = (first..first + SERVERS)
             .map(|server| server % SERVERS)
-            .find(|server| self.servers.servers[*server].connected)?;
+            .filter(|server| self.servers.servers[*server].connected);
+        let near: Vec<_> = near.take(self.servers.copies).collect();
+        if near.len() < self.servers.copies {
+            return None;
+        }
+        let slabs: Vec<_> = near.into_iter().map(|server| self.lease(server)).collect();
+        self.shared.slots.add_group(&slabs, SLAB_SLOTS);
+        // Before any page lies there.
+        if !self.is(Sabotage::WriteNoGroups) {
+            self.written.groups = (self.shared.slots.groups(), self.shared.slots.next_group());
+        }
+        self.shared.slots.allocate(1).pop()
+    }
+
+    fn lease(&mut self, server: usize) -> SlabRef {
         let slab = self.servers.next_slab;
         self.servers.next_slab += 1;
-        self.servers.servers[server]
-            .slabs
-            .insert(slab, BTreeMap::new());
-        let slab = SlabRef { server, slab };
-        self.shared.slots.add_slab(slab, SLAB_SLOTS);
-        self.shared.slots.allocate(1).pop()
+        let slabs = &mut self.servers.servers[server].slabs;
+        slabs.insert(slab, BTreeMap::new());
+        SlabRef { server, slab }
     }
 
     /// A server takes a write in; its acknowledgement comes later. Returns the write if it has to
@@ -204,10 +228,18 @@ impl World {
         if done {
             return None;
         }
-        let Some(place) = self.shared.slots.place(slot) else {
+        let copies = self.shared.slots.copies(slot);
+        if copies.is_empty() {
             let write = self.servers.writes.swap_remove(number);
             return Some((write.shard, write.staged));
+        }
+        let carried = &self.servers.writes[number].carried;
+        let mut missing = copies.iter().filter(|copy| !carried.contains(&copy.slab));
+        let Some(place) = missing.next().copied() else {
+            self.servers.writes[number].done = true;
+            return None;
         };
+        let is_last = missing.next().is_none();
         if !self.servers.servers[place.slab.server].connected {
             // Resubmitted after reconnecting, or given up.
             if !self.random.chance(100) {
@@ -224,13 +256,42 @@ impl World {
             if !early {
                 slab.insert(place.index, write.contents.clone());
             }
-            write.done = true;
+            write.carried.push(place.slab);
+            write.done = is_last;
         }
         None
     }
 
+    /// What is left of a write whose backend has died: some of its copies arrive.
+    pub(crate) fn deliver(&mut self, number: usize) {
+        let write = &self.servers.writes[number];
+        let (slot, contents) = (write.slot, write.contents.clone());
+        for copy in self.shared.slots.copies(slot) {
+            let slabs = &mut self.servers.servers[copy.slab.server].slabs;
+            if self.random.chance(500)
+                && let Some(slab) = slabs.get_mut(&copy.slab.slab)
+            {
+                slab.insert(slot.index, contents.clone());
+            }
+        }
+    }
+
+    /// Whether a server holds the only copy of anything.
+    fn holds_last_copy(&self, server: usize) -> bool {
+        let groups = self.shared.slots.groups();
+        let elsewhere = |number| {
+            let mut others = groups.iter().filter(|place| place.number == number);
+            others.any(|place| place.slab.server != server)
+        };
+        let mut own = groups.iter().filter(|place| place.slab.server == server);
+        own.any(|place| !elsewhere(place.number))
+    }
+
     /// A server is started anew, with nothing in it; it is found out at reconnecting.
     pub(crate) fn restart_empty(&mut self, server: usize) {
+        if self.servers.copies > 1 && self.holds_last_copy(server) {
+            return;
+        }
         let slabs = std::mem::take(&mut self.servers.servers[server].slabs);
         let slabs: Vec<_> = slabs
             .keys()
@@ -239,7 +300,9 @@ impl World {
                 slab: *slab,
             })
             .collect();
-        let lost = self.shared.slots.forget(&slabs);
+        let forgotten = self.shared.slots.forget(&slabs);
+        self.servers.degraded.extend(forgotten.degraded);
+        let lost = forgotten.lost;
         for page in 0..PAGES {
             let entry = self.shared.table.load(PageIndex(page));
             let in_lost = entry.slot.is_some_and(|slot| lost.contains(&slot.group));
@@ -262,6 +325,10 @@ impl World {
 
     /// A bit of a stored page rots.
     pub(crate) fn flip_stored_bit(&mut self) {
+        if self.servers.copies > 1 {
+            // No loss is excused where there is another copy.
+            return;
+        }
         let page = self.random.below(u64::from(PAGES)) as u32;
         let entry = self.shared.table.load(PageIndex(page));
         let Some(slot) = entry.slot else { return };

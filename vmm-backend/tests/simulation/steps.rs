@@ -2,8 +2,10 @@
 //! servers or the operator.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use outram_backend::engine::budget::Budget;
 use outram_backend::engine::policy::TwoQueues;
@@ -12,17 +14,18 @@ use outram_backend::engine::shard::{FetchFailed, Shard};
 use outram_backend::engine::slots::SlotPool;
 use outram_backend::engine::staging::StagingPool;
 use outram_backend::engine::stats::Stats;
-use outram_backend::engine::table::PageTable;
+use outram_backend::engine::table::{ENTRY_WORDS, PageTable, Words};
 use outram_backend::engine::{PageIndex, PageRun, PageSize, PinId, Shared, SharedRef};
 use outram_wire::seal::Seal;
 
+use crate::crashes::{Deaths, WrittenDown};
 use crate::plugging::{changing_part, lasting_part};
 use crate::ports::{SimEvictor, SimPorts};
 use crate::sabotage::Sabotage;
 use crate::servers::{SERVERS, Started};
 use crate::world::{
-    DeviceRequest, Memory, Message, OutRun, PAGES, SHARD_PAGES, SHARDS, Uffd, Vcpu, Violation,
-    World, shard_of,
+    DeviceRequest, LIMIT_FIRST, Memory, Message, OutRun, PAGES, SHARD_PAGES, SHARDS, Uffd, Vcpu,
+    Violation, World, shard_of,
 };
 
 /// Pages that the device pins at a time, at most.
@@ -44,13 +47,22 @@ pub(crate) enum Action {
     Device,
     Discard,
     Mishap,
+    Death,
 }
 
 pub(crate) struct Simulation {
     pub(crate) world: Rc<RefCell<World>>,
     pub(crate) shared: SharedRef,
     pub(crate) shards: Vec<Shard<SimPorts>>,
-    evictor: SimEvictor,
+    pub(crate) evictor: SimEvictor,
+    /// Where the table lies: it outlives the backend.
+    pub(crate) words: TableWords,
+    /// Deaths of the backend.
+    pub(crate) deaths: Deaths,
+    /// How often, in a thousand steps, it may die of one.
+    pub(crate) mortality: u64,
+    /// What has happened in former lives of the backend.
+    pub(crate) happened: BTreeMap<&'static str, u64>,
     next_pin: u64,
     /// The guest issues nothing new, and nothing new goes wrong.
     pub(crate) calm: bool,
@@ -62,44 +74,70 @@ pub(crate) struct Simulation {
     weather: [u64; ACTIONS],
 }
 
-const ACTIONS: usize = 14;
+const ACTIONS: usize = 15;
 
-fn shared() -> SharedRef {
+/// The table's words, which are still there when the table is not.
+pub(crate) type TableWords = Arc<Vec<AtomicU64>>;
+
+struct Lasting(TableWords);
+
+impl Words for Lasting {
+    fn words(&self) -> &[AtomicU64] {
+        &self.0
+    }
+}
+
+/// An engine's shared part over a table, with no staging slots yet.
+pub(crate) fn shared(words: TableWords) -> SharedRef {
     Arc::new(Shared {
         page_size: PageSize::BASE,
-        table: PageTable::in_memory(PAGES),
-        budget: Budget::new(80, PageSize::BASE),
-        staging: StagingPool::new(24),
+        table: PageTable::new(Box::new(Lasting(words))),
+        budget: Budget::new(LIMIT_FIRST, PageSize::BASE),
+        staging: StagingPool::new(0),
         slots: SlotPool::new(SERVERS),
         key: PageKey::new(&[7; 32], Seal::Off),
         stats: Stats::new(),
     })
 }
 
+/// Shards without any pages.
+pub(crate) fn shards(world: &Rc<RefCell<World>>, shared: &SharedRef) -> Vec<Shard<SimPorts>> {
+    let shards = (0..SHARDS).map(|number| {
+        let range = PageRun {
+            first: PageIndex(number as u32 * SHARD_PAGES),
+            count: SHARD_PAGES,
+        };
+        let ports = SimPorts {
+            shard: number,
+            world: Rc::clone(world),
+        };
+        let policy = Box::new(TwoQueues::new(range));
+        Shard::new(range, Arc::clone(shared), ports, policy)
+    });
+    shards.collect()
+}
+
 impl Simulation {
     pub(crate) fn new(seed: u64, memory: Memory, sabotage: Option<Sabotage>) -> Self {
-        let shared = shared();
-        shared.slots.set_keep_allowance(30);
+        let words = (0..PAGES as usize * ENTRY_WORDS).map(|_| AtomicU64::new(0));
+        let words: TableWords = Arc::new(words.collect());
+        let shared = shared(Arc::clone(&words));
+        let written = WrittenDown::default();
+        shared.staging.set_capacity(written.staging);
+        shared.slots.set_keep_allowance(written.kept);
         let world = World::new(seed, Arc::clone(&shared), memory, sabotage);
         let world = Rc::new(RefCell::new(world));
-        let shards = (0..SHARDS).map(|number| {
-            let range = PageRun {
-                first: PageIndex(number as u32 * SHARD_PAGES),
-                count: SHARD_PAGES,
-            };
-            let world = Rc::clone(&world);
-            let ports = SimPorts {
-                shard: number,
-                world,
-            };
-            let policy = Box::new(TwoQueues::new(range));
-            let mut shard = Shard::new(range, Arc::clone(&shared), ports, policy);
+        let mut shards = shards(&world, &shared);
+        for (number, shard) in shards.iter_mut().enumerate() {
             shard.plug(lasting_part(number));
             shard.plug(changing_part(number));
-            shard
-        });
+        }
         let mut simulation = Self {
-            shards: shards.collect(),
+            shards,
+            words,
+            deaths: Deaths::default(),
+            mortality: 0,
+            happened: BTreeMap::new(),
             evictor: SimEvictor::new(Rc::clone(&world)),
             world,
             shared,
@@ -133,6 +171,7 @@ impl Simulation {
             for weight in &mut self.weather {
                 *weight = [1, 3, 10, 10, 30, 100][world.random.below(6) as usize];
             }
+            self.mortality = [0, 5, 50, 300][world.random.below(4) as usize];
         }
         let span = [6, 24, PAGES][world.random.below(3) as usize];
         let first = world.random.below(u64::from(PAGES - span) + 1) as u32;
@@ -160,6 +199,7 @@ impl Simulation {
             (20, Action::Device, !self.calm || !world.device.is_empty()),
             (3, Action::Discard, !self.calm),
             (6, Action::Mishap, !self.calm),
+            (1, Action::Death, !self.calm),
         ];
         let all = all.into_iter().zip(self.weather);
         let possible = all.filter(|((.., possible), _)| *possible);
@@ -180,7 +220,7 @@ impl Simulation {
         let mut dice = self.roll(weights);
         for (weight, action) in possible {
             if dice < weight {
-                self.act(action)?;
+                self.act_or_die(action)?;
                 break;
             }
             dice -= weight;
@@ -190,11 +230,13 @@ impl Simulation {
         let mut world = self.world.borrow_mut();
         world.clock_us += 1;
         let brought = std::mem::take(&mut world.brought);
-        world.check(&self.shards, used_before + brought)?;
+        // A successor finds what the dead one had room for, and maybe another limit.
+        let at_death = std::mem::take(&mut world.used_at_death);
+        world.check(&self.shards, used_before.max(at_death), brought)?;
         Ok(true)
     }
 
-    fn act(&mut self, action: Action) -> Result<(), Violation> {
+    pub(crate) fn act(&mut self, action: Action) -> Result<(), Violation> {
         match action {
             Action::Guest => self.world.borrow_mut().run_vcpu(!self.calm)?,
             Action::Signal => self.world.borrow_mut().interrupt_vcpu()?,
@@ -209,6 +251,7 @@ impl Simulation {
             Action::Device => self.device_step()?,
             Action::Discard => self.world.borrow_mut().discard_somewhere(),
             Action::Mishap => self.mishap(),
+            Action::Death => self.die(),
         }
         Ok(())
     }

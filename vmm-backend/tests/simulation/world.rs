@@ -13,6 +13,7 @@ use outram_backend::engine::shard::Fault;
 use outram_backend::engine::{PageIndex, PageRun, PinId, PinRefused, SharedRef, StagedPage};
 
 use crate::contents::{Contents, Store};
+use crate::crashes::WrittenDown;
 use crate::plugging::Presence;
 use crate::random::Random;
 use crate::sabotage::Sabotage;
@@ -31,6 +32,9 @@ pub(crate) enum Memory {
     Tmpfs,
     /// On hugetlbfs: discards raise none, and pages come from a pool that may be empty.
     Hugetlbfs,
+    /// On tmpfs, and every group of slots has a copy on each of two servers, of which one at a time
+    /// loses what it holds.
+    TmpfsTwoCopies,
 }
 
 /// Which check failed.
@@ -194,6 +198,8 @@ pub(crate) struct World {
     /// Pages that were there already when memory was plugged in this step: the engine has to take
     /// them, whatever its limit.
     pub(crate) brought: u64,
+    /// Pages that a backend had room for that died in this step.
+    pub(crate) used_at_death: u64,
     pub(crate) staging: Vec<Option<Contents>>,
     pub(crate) runs: Vec<OutRun>,
     pub(crate) orders: VecDeque<(usize, StagedPage)>,
@@ -215,6 +221,8 @@ pub(crate) struct World {
     pub(crate) hot: (u32, u32),
     /// The operator's limit.
     pub(crate) limit: u64,
+    /// What a successor of the backend finds.
+    pub(crate) written: WrittenDown,
     /// Everything is being brought home.
     pub(crate) homing: bool,
     /// Staging slots with memory before the step.
@@ -252,10 +260,11 @@ impl World {
             uffds: (0..SHARDS).map(|_| Uffd::default()).collect(),
             changing_parts: [Presence::There; SHARDS],
             brought: 0,
+            used_at_death: 0,
             staging: vec![None; STAGING_MOST as usize],
             runs: Vec::new(),
             orders: VecDeque::new(),
-            servers: Servers::new(),
+            servers: Servers::new(if kind == Memory::TmpfsTwoCopies { 2 } else { 1 }),
             sent: BTreeMap::new(),
             sent_twice: None,
             live_fetches: BTreeMap::new(),
@@ -268,6 +277,7 @@ impl World {
             late_lifts: Vec::new(),
             hot: (0, PAGES),
             limit: LIMIT_FIRST,
+            written: WrittenDown::default(),
             homing: false,
             backed_before: 0,
         }
