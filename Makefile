@@ -1,5 +1,6 @@
 # make demo         a guest with half of its RAM on a memory server, shown while it runs
 # make test         everything that is tested, ending in 'N passed, N failed, N skipped'
+# make soak         the simulation and the killing of backends for hours (tests/README.md)
 # make man          manual pages and shell completions, to target/manual
 # make deb          Debian packages, to target/debian
 # make lab          a shell in an emulated machine with KVM whose root is this one's (tests/README.md)
@@ -12,7 +13,7 @@
 
 export PATH := $(PATH):/usr/sbin:/sbin
 
-.PHONY: all build demo test man deb lab fuzz check images clean-state
+.PHONY: all build demo test soak man deb lab fuzz check images clean-state
 
 all: build
 
@@ -26,6 +27,9 @@ demo:
 
 test:
 	@tests/scripts/run-tests.sh
+
+soak:
+	@tests/scripts/soak.sh
 
 man:
 	cargo build --profile $(or $(PROFILE),dev) -p outram-libvirt -p outram-tests --bin outram --bin manual
