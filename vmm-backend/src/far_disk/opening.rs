@@ -484,7 +484,9 @@ pub(super) fn may_pass(error: &DiskError) -> bool {
             | RemoteError::Control { .. }
             | RemoteError::Data { .. }
             | RemoteError::Disconnected(_)
-            | RemoteError::TimedOut(_),
+            | RemoteError::TimedOut(_)
+            // No more threads or descriptors for now.
+            | RemoteError::System { .. },
         ) => true,
         DiskError::Fault(fault) => matches!(fault, DiskFault::Interrupted),
         _ => false,

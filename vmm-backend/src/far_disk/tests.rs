@@ -678,3 +678,28 @@ fn a_release_that_was_under_way_loses_nothing_that_is_kept() {
     assert_eq!(read(&later, 0, 4096), Ok(vec![1; 4096]));
     assert_eq!(read(&later, 4096, 4096), Ok(vec![2; 4096]));
 }
+
+#[test]
+fn a_successor_finds_errors_where_the_disk_is_gone_or_was_another_hosts() {
+    let mut world = World::new(&[SLAB]);
+    let (kept, first) = kept_disk(&world);
+    let dead = kept.at_death();
+    // Another host's guest has written meanwhile: what it wrote is not what the table knows.
+    let elsewhere = incoming(world.config());
+    write(&elsewhere, 0, &[2; 4096]);
+    let second = FarDisk::incoming(world.config(), dead.at_death().table());
+    assert_eq!(read(&second, 0, 4096), Err(DiskFault::Corrupt { block: 0 }));
+    assert_eq!(read(&second, 4096, 4096), Ok(vec![1; 4096]));
+    drop((first, elsewhere, second));
+    let address = world.servers[0].local_addr();
+    drop(world.servers.remove(0));
+    world.servers.push(serve(&world.pki, address, |_| {}));
+    let third = FarDisk::incoming(world.config(), dead.table());
+    for _ in 0..2 {
+        let error = read(&third, 4096, 4096).expect_err("its server has forgotten it");
+        assert!(matches!(error, DiskFault::Unopened(_)), "{error:?}");
+        // Nor when the guest's driver starts the device again.
+        third.resume();
+    }
+    assert_eq!(third.status().state, DiskState::Parked);
+}

@@ -165,14 +165,7 @@ impl Keeper {
     }
 
     /// Serves until the session is closed or left.
-    pub(super) fn run(mut self, orders: &Receiver<Order>, own: &Orders) {
-        match self.start_opener(own) {
-            Ok(openings) => self.openings = Some(openings),
-            Err(source) => {
-                let what = "a thread";
-                return self.tell_down(RemoteError::System { what, source });
-            }
-        }
+    pub(super) fn run(mut self, orders: &Receiver<Order>) {
         let mut greeted = self.first.take();
         // A session that is resumed connects at once.
         let mut pause = Duration::ZERO;
@@ -199,7 +192,8 @@ impl Keeper {
         }
     }
 
-    fn start_opener(&self, own: &Orders) -> std::io::Result<Sender<Opening>> {
+    /// Starts the thread that opens data connections. To be called once, before [`Self::run`].
+    pub(super) fn start_opener(&mut self, own: &Orders) -> std::io::Result<()> {
         let opener = Opener {
             server: self.server,
             dialer: self.dialer.clone(),
@@ -207,7 +201,8 @@ impl Keeper {
             events: self.events.clone(),
             orders: own.clone(),
         };
-        opener.start(2 * self.roles + 1)
+        self.openings = Some(opener.start(2 * self.roles + 1)?);
+        Ok(())
     }
 
     /// Serves one control connection until it fails or the session is over.

@@ -156,7 +156,11 @@ impl Session {
         Self::keep(server, config, keeper)
     }
 
-    fn keep(server: usize, config: &RemoteConfig, keeper: Keeper) -> Result<Session, RemoteError> {
+    fn keep(
+        server: usize,
+        config: &RemoteConfig,
+        mut keeper: Keeper,
+    ) -> Result<Session, RemoteError> {
         // Orders are few: the pager bounds its requests by what it may lease.
         let (sender, receiver): (Sender<Order>, Receiver<Order>) = unbounded();
         let disk = keeper.disk();
@@ -165,10 +169,11 @@ impl Session {
             shared: keeper.shared(),
         };
         let address = keeper.address().clone();
-        let for_keeper = orders.clone();
-        thread::Builder::new()
-            .name(format!("server-{server}"))
-            .spawn(move || keeper.run(&receiver, &for_keeper))
+        // Both threads or none: a session without them would stay down in silence.
+        let keeping = thread::Builder::new().name(format!("server-{server}"));
+        keeper
+            .start_opener(&orders)
+            .and_then(|()| keeping.spawn(move || keeper.run(&receiver)))
             .map_err(|source| RemoteError::System {
                 what: "a thread",
                 source,
