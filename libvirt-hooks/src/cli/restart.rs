@@ -89,13 +89,20 @@ fn restart(guest: &Guest, paths: &Paths) -> Result<String> {
             bail!("domain '{name}' has no running backend: {error}; start the domain first")
         }
     };
-    guest.control.restart().with_context(|| {
+    let asked = Instant::now();
+    let outcome = match launch::is_supervised(&dir) {
+        true => guest.control.restart().map_err(anyhow::Error::from),
+        // Its supervisor has died. A new one replaces the pager.
+        false => find_backend(paths)
+            .map_err(anyhow::Error::from)
+            .and_then(|backend| Ok(launch::start_again(&backend, &dir, paths.systemd)?)),
+    };
+    outcome.with_context(|| {
         format!(
             "domain '{name}': {} is not restarted (one of an earlier version cannot be)",
             described(&before)
         )
     })?;
-    let asked = Instant::now();
     let mut silent_since = None;
     loop {
         match guest.control.status() {

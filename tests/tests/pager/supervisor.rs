@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use outram_tests::hermetic::command::wait_for;
-use outram_wire::control::{Phase, Request, Status};
+use outram_wire::control::{Phase, Reply, Request, Status};
 use serde_json::json;
 
 use crate::fixture::{Guest, LONG, Lab, Wish, demand_sound};
@@ -96,6 +96,8 @@ fn supervisor(lab: &Lab) -> Result<()> {
         guest.status()?.backend_pid == before.backend_pid,
         "the pager went with it"
     );
+    let refused = guest.control()?.ask(Request::Restart)?;
+    ensure!(matches!(refused, Reply::Refused(_)), "{refused:?}");
     // As systemd or 'outram restart' starts it: nobody would run that pager's errands.
     let servers = [server.address.as_str()];
     let wish = Wish {

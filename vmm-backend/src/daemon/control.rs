@@ -14,6 +14,7 @@ use outram_wire::control::{
 use super::guest::Guest;
 use super::metrics;
 use super::stage::{Daemon, Stage};
+use super::supervisor::is_supervised;
 use crate::pager::Course;
 
 /// A client that takes longer to say or hear something is left.
@@ -127,11 +128,8 @@ fn answer(envelope: Envelope, daemon: &Daemon, homing: &mut Option<Homing>) -> R
         (Request::BringHome | Request::Release, _) => {
             Reply::Refused("there is no guest to detach: it has not started, or has ended".into())
         }
-        (Request::Restart, Stage::Serving(_)) if daemon.config.supervisor.is_none() => {
-            Reply::Refused(
-                "nobody would start this process again: it was not started by 'outram-backend run'"
-                    .into(),
-            )
+        (Request::Restart, Stage::Serving(_)) if !is_supervised(&daemon.config.dir) => {
+            Reply::Refused("nobody would start this process again: there is no supervisor".into())
         }
         (Request::Restart, Stage::Serving(guest)) if guest.pager.course() == Course::Serving => {
             daemon.asked_to_start_again.store(true, Ordering::Relaxed);

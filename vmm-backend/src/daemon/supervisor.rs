@@ -47,6 +47,9 @@ const LONG: Duration = Duration::from_secs(10);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
+/// How often the lock of a guest's directory is tried anew.
+const LOOKERS: u32 = 20;
+
 /// How long a pager that is at work already may take to say which process it is.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -369,7 +372,17 @@ fn hear_signals(sender: Sender<Event>) -> io::Result<()> {
 /// Keeps others from supervising the same guest, for as long as what is returned is open.
 fn lock(dir: &Path) -> anyhow::Result<File> {
     let file = File::open(dir).with_context(|| format!("cannot open {}", dir.display()))?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+    let lock = || rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
+    let mut locked = lock();
+    // Whoever only looks whether somebody has it holds it for an instant.
+    for _ in 0..LOOKERS {
+        if locked != Err(rustix::io::Errno::WOULDBLOCK) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+        locked = lock();
+    }
+    match locked {
         Ok(()) => Ok(file),
         Err(rustix::io::Errno::WOULDBLOCK) => anyhow::bail!(
             "a backend of this guest runs already in {}: is the guest running?",
@@ -377,6 +390,13 @@ fn lock(dir: &Path) -> anyhow::Result<File> {
         ),
         Err(error) => Err(error).with_context(|| format!("cannot lock {}", dir.display())),
     }
+}
+
+/// Whether a supervisor is at work on the guest of this directory.
+pub(super) fn is_supervised(dir: &Path) -> bool {
+    let locked =
+        File::open(dir).map(|dir| rustix::fs::flock(&dir, FlockOperation::NonBlockingLockShared));
+    matches!(locked, Ok(Err(rustix::io::Errno::WOULDBLOCK)))
 }
 
 /// Asks a pager.
