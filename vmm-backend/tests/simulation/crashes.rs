@@ -130,6 +130,8 @@ impl Simulation {
         if !self.world.borrow().is(Sabotage::WakeNobody) {
             self.world.borrow_mut().wake_all();
         }
+        // Nobody may fault for long, and the guest may be above its limit.
+        self.world.borrow_mut().alerted = [true; SHARDS];
     }
 
     /// As the pager does it: every entry, then the shards, then the staging area's capacity.

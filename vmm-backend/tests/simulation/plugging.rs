@@ -66,6 +66,14 @@ impl World {
         run.pages().all(|page| self.is_there(page.0))
     }
 
+    /// Whether discards of a part wait to be read: whoever unmapped it waits behind them, and does not
+    /// come to map anything there.
+    fn has_messages_of(&self, part: PageRun) -> bool {
+        let uffd = &self.uffds[shard_of(part.first.0)];
+        let mut discards = uffd.punched.iter().chain(&uffd.events);
+        discards.any(|run| part.contains(run.first))
+    }
+
     /// The VMM unmaps a part: whoever accesses it is at an end.
     fn unmap(&mut self, shard: usize) {
         let run = changing_part(shard);
@@ -142,6 +150,9 @@ impl Simulation {
 
     /// A new block, of which some pages are there already.
     fn plug(&mut self, shard: usize) {
+        if self.world.borrow().has_messages_of(changing_part(shard)) {
+            return;
+        }
         self.empty_inbox(shard);
         self.shards[shard].plug(changing_part(shard));
         self.world.borrow_mut().changing_parts[shard] = Presence::There;
