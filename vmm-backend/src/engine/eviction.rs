@@ -205,9 +205,19 @@ impl Run {
     /// out went where the table says.
     fn abandon(&mut self, shared: &Shared, ports: &mut impl EvictionPorts) {
         for (page, fate) in self.pages.pages().zip(&mut self.fates) {
-            if self.step != Step::Punch || ports.is_present(page) {
-                *fate = Fate::Stays;
+            if self.step == Step::Punch && !ports.is_present(page) {
+                continue;
             }
+            *fate = Fate::Stays;
+            // Its place in staging is about to be another's: were the page discarded now and this
+            // process to die, nobody should look for its bytes there.
+            let entry = shared.table.load(page);
+            let undecided = Entry {
+                becomes: None,
+                staging: None,
+                ..entry
+            };
+            shared.table.store(page, &undecided);
         }
         // Waiters retry, find their page protected, and are opened one by one.
         ports.wake(self.pages);

@@ -30,6 +30,7 @@ use outram_wire::server::SlabId;
 use outram_wire::units::{PageSize, VmId};
 
 use super::guest_ram::{GuestRam, intersect};
+use super::inbox::Inbox;
 use super::limits::{Standing, reserve_bytes};
 use super::plugging::{Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
@@ -226,6 +227,8 @@ impl Orphan {
         })?;
         crash_points::pass(Point::RecoverThreads);
         pager.wake_all();
+        // An idle guest may be above its limit.
+        pager.shards.iter().for_each(Inbox::ring);
         crash_points::pass(Point::RecoverWoken);
         if let Some(state_dir) = &mut *lock(&pager.state_dir) {
             state_dir.adopt();

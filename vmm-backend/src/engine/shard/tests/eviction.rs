@@ -165,6 +165,21 @@ fn a_refused_punch_that_took_some_pages_goes_by_the_memfd() {
     assert_eq!(bench.read(7), Some(bytes(1)));
 }
 
+/// Were it discarded and its backend to die before the run is handed back, its successor would look
+/// for its bytes where another page's are.
+#[test]
+fn a_page_whose_punch_was_refused_names_no_place_in_staging() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    let mut run = bench.hand_out_run();
+    bench.world().refuse_punch = true;
+    bench.advance(&mut run, 5);
+    let entry = bench.entry(7);
+    assert_eq!(entry.state, State::Busy);
+    assert_eq!((entry.becomes, entry.staging), (None, None));
+    assert_eq!(bench.shared.staging.in_use(), 0);
+}
+
 #[test]
 fn a_page_that_came_back_early_stays_longer() {
     let mut bench = Bench::new();
