@@ -269,7 +269,7 @@ impl PreparedPager {
     }
 
     /// Room for the table of its far-memory disk, zeros, where it outlives this process; so does the
-    /// disk's key, in the file [`DISK_KEY`] of the state directory.
+    /// disk's key, in the file `disk-key` of the state directory.
     pub fn keep_disk(&self, key: &str) -> Result<Box<dyn Words>, StateError> {
         self.state_dir.records().write_disk_key(key)?;
         let table = self
