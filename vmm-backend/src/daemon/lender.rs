@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use outram_wire::causes::with_causes;
@@ -32,6 +33,8 @@ pub(super) struct Lender {
     dir: PathBuf,
     socket_user: Option<String>,
     bound: Arc<Mutex<Option<Bound>>>,
+    /// The pager's process, 0 before there is one.
+    pager: Arc<AtomicI32>,
 }
 
 /// Why an errand is not run.
@@ -83,7 +86,13 @@ impl Lender {
             dir: dir.to_owned(),
             socket_user: socket_user.map(str::to_owned),
             bound: Arc::new(Mutex::new(bound)),
+            pager: Arc::default(),
         }
+    }
+
+    /// Says which process the pager is: it has the guest's memory mapped, and may.
+    pub(super) fn note_pager(&self, pid: i32) {
+        self.pager.store(pid, Ordering::Relaxed);
     }
 
     /// Forgets the VMM, which has ended.
@@ -145,7 +154,11 @@ impl Lender {
         match errand {
             Errand::Bind | Errand::GiveSocket => done(),
             Errand::GuestRam => Ok(blocks(vmm.guest_ram()?)),
-            Errand::PluggedBlock(mapping) => Ok(blocks(vec![vmm.plugged_block(&mapping)?])),
+            Errand::PluggedBlock(mapping) => {
+                let pager = Some(self.pager.load(Ordering::Relaxed));
+                let block = handover::discover::plugged_block(vmm.pid, pager, &mapping)?;
+                Ok(blocks(vec![block]))
+            }
             Errand::KnownBlock(mapping) => Ok(blocks(vec![vmm.known_block(&mapping)?])),
             Errand::Take {
                 count,

@@ -207,7 +207,9 @@ impl Supervisor<'_> {
             .env_remove(TAKEOVERS)
             .spawn()
             .with_context(|| format!("starting {}", program.display()))?;
-        self.pager = Some(Pid::from_child(&child));
+        let pid = Pid::from_child(&child);
+        self.lender.note_pager(pid.as_raw_nonzero().get());
+        self.pager = Some(pid);
         let sent = self.awaited.send(Awaited::Child(child));
         sent.context("the thread that waits for the pager's end is gone")
     }

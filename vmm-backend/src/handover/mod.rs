@@ -184,7 +184,7 @@ impl Vmm {
     /// The block behind a mapping that appeared after the hand-over, or why it must not be paged.
     pub fn plugged_block(&self, mapping: &Mapping) -> Result<RamBlock, Refusal> {
         match self.powers.are_own() {
-            true => discover::plugged_block(self.pid, mapping),
+            true => discover::plugged_block(self.pid, None, mapping),
             false => self.one_block(Errand::PluggedBlock(mapping.clone())),
         }
     }

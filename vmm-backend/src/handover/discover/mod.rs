@@ -85,7 +85,7 @@ fn find_ram(vmm: &Vmm) -> Result<Vec<RamBlock>, Refusal> {
     check_page_sizes(&blocks)?;
     check_locked(vmm.pid, &line)?;
     let memfds: Vec<MemfdId> = blocks.iter().map(|block| block.id).collect();
-    others::check_other_mappers(vmm.pid, &memfds)?;
+    others::check_other_mappers(vmm.pid, None, &memfds)?;
     check_preallocated(&blocks, &backends)?;
     folios::check(vmm.pid, &blocks)?;
     Ok(blocks)
@@ -96,8 +96,13 @@ pub(super) fn parse_mappings(maps: &[u8]) -> Vec<Mapping> {
     maps::of_backends(&String::from_utf8_lossy(maps))
 }
 
-/// The block behind a mapping that appeared after the hand-over, or why it must not be paged.
-pub(crate) fn plugged_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refusal> {
+/// The block behind a mapping that appeared after the hand-over, or why it must not be paged. The
+/// process `pager` may have it mapped already.
+pub(crate) fn plugged_block(
+    pid: i32,
+    pager: Option<i32>,
+    mapping: &Mapping,
+) -> Result<RamBlock, Refusal> {
     if !mapping.shared {
         let text = format!("a block of {} bytes is mapped privately", mapping.length());
         return Err(Refusal::PrivateMemory(text));
@@ -115,7 +120,7 @@ pub(crate) fn plugged_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Ref
     }
     let block = open_block(path, mapping, format!("memfd-{}", mapping.id.inode))?;
     check_seen_locked(pid)?;
-    others::check_other_mappers(pid, &[block.id])?;
+    others::check_other_mappers(pid, pager, &[block.id])?;
     Ok(block)
 }
 

@@ -138,8 +138,13 @@ fn host_nests_vmx() -> bool {
         .is_ok_and(|nested| matches!(nested.trim(), "Y" | "1"))
 }
 
-/// Refuses if a process besides the VMM, this one and its pager maps any of the memfds.
-pub(super) fn check_other_mappers(vmm: i32, memfds: &[MemfdId]) -> Result<(), Refusal> {
+/// Refuses if a process besides the VMM, this one and its pager, if that is another, maps any of the
+/// memfds.
+pub(super) fn check_other_mappers(
+    vmm: i32,
+    pager: Option<i32>,
+    memfds: &[MemfdId],
+) -> Result<(), Refusal> {
     let proc = Path::new("/proc");
     let us = std::process::id() as i32;
     let entries = fs::read_dir(proc).map_err(|source| unreadable(proc, source))?;
@@ -148,25 +153,18 @@ pub(super) fn check_other_mappers(vmm: i32, memfds: &[MemfdId]) -> Result<(), Re
         let Some(pid) = name.to_str().and_then(|name| name.parse::<i32>().ok()) else {
             continue;
         };
-        if pid == vmm || pid == us {
+        if pid == vmm || pid == us || Some(pid) == pager {
             continue;
         }
         // Processes end while we look, and kernel threads map nothing.
         let maps = fs::read_to_string(entry.path().join("maps")).unwrap_or_default();
-        if maps::maps_any(&maps, memfds) && parent(pid) != Some(us) {
+        if maps::maps_any(&maps, memfds) {
             let command = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
             let who = format!("process {pid} ({})", command.trim());
             return Err(Refusal::OtherMapper(who));
         }
     }
     Ok(())
-}
-
-/// The parent of a process, if it is there still.
-fn parent(pid: i32) -> Option<i32> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
-    line?.trim().parse().ok()
 }
 
 #[cfg(test)]
