@@ -5,11 +5,12 @@
 #   images/build.sh        builds what is missing or out of date, prints the folder
 #
 # Result: target/images/{vmlinuz,initrd,kernel-version}. A second run with nothing changed needs no
-# network. OUTRAM_KERNEL_PACKAGE names another kernel package than the distribution's current one.
+# network. OUTRAM_KERNEL_PACKAGE names another kernel package than the distribution's current one;
+# 'newest' is the one of the highest version that is offered. OUTRAM_IMAGES names another folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=$PWD/target/images
-modules="virtio_pci virtio_blk virtio_balloon virtio_console virtio_mem crc32c_generic ext4"
+out=${OUTRAM_IMAGES:-$PWD/target/images}
+modules="virtio_pci virtio_blk virtio_net virtio_balloon virtio_console virtio_mem crc32c_generic ext4"
 
 fail() { echo "images/build.sh: $*" >&2; exit 1; }
 need() { command -v "$1" >/dev/null || fail "'$1' is missing: install the package $2"; }
@@ -20,9 +21,16 @@ exec 9>"$out/.lock"; flock 9            # two makes at once build once
 
 # The package that is current when first built stays until clean-state or a change of the recipe.
 resolve_kernel() {
-  if [ -n "${OUTRAM_KERNEL_PACKAGE:-}" ]; then echo "$OUTRAM_KERNEL_PACKAGE"; return; fi
+  local found wanted=${OUTRAM_KERNEL_PACKAGE:-}
+  if [ -n "$wanted" ] && [ "$wanted" != newest ]; then echo "$wanted"; return; fi
   if [ -s "$out/kernel-package" ]; then cat "$out/kernel-package"; return; fi
-  local found
+  if [ "$wanted" = newest ]; then
+    # Not the flavours (cloud, rt), nor packages that only lead to others.
+    found=$(apt-cache pkgnames linux-image- | grep -E '^linux-image-[0-9]+\.[0-9]+[^-]*(-[0-9]+)?-amd64$' \
+      | grep -vE '^linux-image-[0-9]+\.[0-9]+-amd64$' | sort -V | tail -1)
+    [ -n "$found" ] || fail "apt-cache knows no linux-image-…-amd64: run 'apt-get update'"
+    echo "$found"; return
+  fi
   found=$(apt-cache depends linux-image-amd64 2>/dev/null | sed -n 's/^ *Depends: *\(linux-image-[0-9].*\)/\1/p' | head -1)
   [ -n "$found" ] || fail "apt-cache knows no linux-image-amd64: run 'apt-get update', or name a package in OUTRAM_KERNEL_PACKAGE"
   echo "$found"

@@ -5,14 +5,16 @@
 #
 #   images/lab/build.sh       builds what is missing or out of date, prints the folder
 #
-# Result: target/images/{vmlinuz,lab-initrd}.
+# Result: target/images/{vmlinuz,lab-initrd}. Environment as for images/build.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=$(images/build.sh)
 version=$(cat "$out/kernel-version")
 # For the root; for what runs in it.
 first="virtio_pci 9pnet_virtio 9p overlay"
-later="virtio_rng kvm_amd veth"
+later="virtio_rng virtio_net kvm_amd veth tun vhost_net"
+# RDMA over any network device (soft-RoCE), for programs; its checksum is found by name when it is used.
+later="$later rdma_rxe ib_uverbs crc32_generic"
 
 exec 9>"$out/.lock"; flock 9
 stamp=$(cat images/lab/{build.sh,init,plain-init} "$out/stamp" | sha256sum | cut -d' ' -f1)

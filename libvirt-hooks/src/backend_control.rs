@@ -6,11 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use outram_wire::control::{
-    CONTROL_VERSION, Envelope, FrameError, Reply, Request, Status, read_frame, write_frame,
+    CONTROL_VERSION, Envelope, FrameError, Reply, Request, Status, connect, read_frame, write_frame,
 };
 use outram_wire::units::Limit;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// How long a backend may take to answer. Its control thread waits for nothing, so a longer
 /// silence means that it does not run.
@@ -151,11 +149,7 @@ impl BackendControl {
     }
 
     fn open(&self) -> Result<UnixStream, ControlError> {
-        let stream = self.connect().map_err(|e| self.not_connected(e))?;
-        stream
-            .set_read_timeout(Some(self.timeout))
-            .map_err(|e| self.broken(e.into()))?;
-        Ok(stream)
+        connect(&self.socket, self.timeout).map_err(|e| self.not_connected(e))
     }
 
     fn ask_on(&self, mut stream: &UnixStream, request: Request) -> Result<Reply, ControlError> {
@@ -167,22 +161,6 @@ impl BackendControl {
         read_frame(&mut stream)
             .map_err(|e| self.broken(e))?
             .ok_or_else(|| ControlError::Closed(self.socket.clone()))
-    }
-
-    /// Connects, and bounds how long that and each write may take: once a process that does not run
-    /// has its queue full of connections, connecting would wait for ever (unix(7), SO_SNDTIMEO in
-    /// socket(7)).
-    fn connect(&self) -> io::Result<UnixStream> {
-        let address = SocketAddrUnix::new(&self.socket)?;
-        let socket = socket_with(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
-        set_socket_timeout(&socket, Timeout::Send, Some(self.timeout))?;
-        connect(&socket, &address)?;
-        Ok(UnixStream::from(socket))
     }
 
     fn not_connected(&self, source: io::Error) -> ControlError {

@@ -1,11 +1,11 @@
 //! Starting the backend of one guest, and waiting until it is ready or says why not.
 //!
 //! With systemd the backend is a unit ([`crate::backend_unit`]); without, a detached child, whose
-//! arguments are left in a file too: a backend that died is started again with them. Either way it does not end with libvirtd, and the OOM killer leaves it alone: a guest's memory
-//! depends on it.
+//! arguments are left in a file too: a backend that died is started again with them. Either way it does
+//! not end with libvirtd, and the OOM killer leaves it alone: a guest's memory depends on it.
 
 use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -13,12 +13,10 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use outram_wire::control::{Phase, Status};
+use outram_wire::control::{Phase, Status, is_supervised};
 use outram_wire::incoming::Incoming;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, PageSize, VmId};
-use rustix::fs::{FlockOperation, flock};
-use rustix::io::Errno;
 
 use crate::backend_control::{BackendControl, ControlError};
 use crate::backend_log::{BackendLog, LOG_FILE};
@@ -319,7 +317,7 @@ impl Started {
     fn end(&mut self) {
         match self {
             Self::Child(child) => {
-                // The supervisor and the pager, which it would start again or be started by.
+                // The supervisor and the pager, which would otherwise run on.
                 detached::kill_session(child);
                 let _ = child.wait();
             }
@@ -378,17 +376,6 @@ pub fn reason(run_dir: &Path) -> Option<String> {
     let text = fs::read_to_string(run_dir.join(ERROR_FILE)).ok()?;
     let text = text.trim();
     (!text.is_empty()).then(|| text.to_owned())
-}
-
-/// Whether a supervisor of the guest's backend is at work: it starts the backend again.
-pub fn is_supervised(run_dir: &Path) -> bool {
-    let Ok(dir) = File::open(run_dir) else {
-        return false;
-    };
-    matches!(
-        flock(&dir, FlockOperation::NonBlockingLockShared),
-        Err(Errno::WOULDBLOCK)
-    )
 }
 
 /// Whether a backend ended without removing its sockets, and nobody starts it again: all of it was

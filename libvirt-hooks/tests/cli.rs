@@ -145,6 +145,7 @@ fn busy() -> Status {
             address: "10.0.0.2:7741".to_owned(),
             connected: false,
             detail: Some("connection refused".to_owned()),
+            transport: None,
             slabs: 1,
             reserved_bytes: 64 << 20,
             stored_bytes: 30 << 20,

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::{PAGE_SIZE, UnitError, format_size, parse_size};
+use outram_wire::verbs::Choice;
 use serde::Deserialize;
 
 /// Bytes of a slab unless told otherwise: few enough that a client's last one wastes little, many
@@ -52,6 +53,8 @@ pub struct Config {
     pub handshake_timeout: Duration,
     /// How long a token for a data connection is good for.
     pub token_life: Duration,
+    /// Which RDMA device clients may use.
+    pub rdma: Choice,
 }
 
 impl Config {
@@ -71,6 +74,7 @@ impl Config {
             max_strangers: 64,
             handshake_timeout: Duration::from_secs(10),
             token_life: Duration::from_secs(15),
+            rdma: Choice::Auto,
         }
     }
 
@@ -103,6 +107,7 @@ impl Config {
         }
         let parked = flags.parked_disk_timeout.or(file.parked_disk_timeout);
         config.parked_disk_timeout = parked.map(|timeout| timeout.0);
+        config.rdma = flags.rdma.or(file.rdma).unwrap_or_default();
         config.check()?;
         Ok(config)
     }
@@ -165,6 +170,11 @@ pub struct Flags {
     /// saved, shut down or lost its host; kept for that guest unless given
     #[arg(long, value_name = "TIME")]
     pub parked_disk_timeout: Option<Span>,
+    /// RDMA device that clients may use: auto for that with the address they came to, off for none,
+    /// or its name, with a port and the index of a GID where it has several, such as mlx5_0:1:3
+    /// [default: auto]
+    #[arg(long, value_name = "auto|off|DEVICE")]
+    pub rdma: Option<Choice>,
     /// Address and port to answer Prometheus on; not answered unless given
     #[arg(long, value_name = "ADDR:PORT")]
     pub metrics: Option<SocketAddr>,
@@ -182,6 +192,7 @@ struct File {
     tls_key: Option<PathBuf>,
     lease_timeout: Option<Span>,
     parked_disk_timeout: Option<Span>,
+    rdma: Option<Choice>,
     metrics: Option<SocketAddr>,
 }
 

@@ -4,15 +4,19 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use outram_wire::causes::with_causes;
 use outram_wire::server::channel::{Channel, ChannelError, EventFd, Received, new_waker};
 use outram_wire::server::control::agree_version;
 use outram_wire::server::{
-    ClientMessage, ClientName, DiskId, Purpose, Refusal, Reply, Request, ServerMessage, Welcome,
+    ClientMessage, ClientName, DiskId, Purpose, Refusal, Reply, Request, ServerMessage,
+    VERBS_VERSION, Welcome,
 };
+use outram_wire::verbs::{Choice, End, VerbsError};
 
 use crate::ledger::{Caller, Ended, Hold, Ledger, Wish};
 use crate::metrics::{Metrics, Outcome, With};
 use crate::session::{Holder, Seat};
+use crate::verbs::{Answer, MAX_REGION_BYTES, PairError};
 
 /// A client that does not take an answer for so long is left.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -23,6 +27,10 @@ const OBSERVER_IDLE: Duration = Duration::from_secs(60);
 pub(crate) struct Desk {
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) metrics: Metrics,
+    /// Which RDMA device is used.
+    pub(crate) rdma: Choice,
+    /// Data connections and queue pairs that a client may have.
+    pub(crate) max_data_connections: usize,
 }
 
 /// Serves the client until it goes, or must go.
@@ -69,7 +77,8 @@ pub(crate) fn serve(
                 tracing::warn!(%holder, client = %name, slabs, "a new backend takes the place of one that is gone: its slabs are freed");
             }
             tracing::info!(%holder, client = %name, resumed = hold.resumed, slabs = hold.held.len(), "a backend connected");
-            let served = serve_guest(desk, channel, &hold, &waker, version);
+            let verbs = version >= VERBS_VERSION && offers_verbs(desk, &hold, socket);
+            let served = serve_guest(desk, channel, &hold, &waker, (version, verbs));
             desk.ledger.leave(&hold);
             tracing::info!(%holder, client = %name, "a backend disconnected");
             served
@@ -77,6 +86,37 @@ pub(crate) fn serve(
         Err(refusal) => {
             tracing::warn!(%holder, client = %name, %refusal, "a backend is refused");
             refuse(channel, refusal)
+        }
+    }
+}
+
+/// Whether there is a device for the client, and RDMA ready there. A far-memory disk's blocks are
+/// written whole or not at all, which a one-sided write does not promise: they go over TCP.
+fn offers_verbs(desk: &Desk, hold: &Hold, socket: &TcpStream) -> bool {
+    let holder = hold.session.holder;
+    let is_too_large = desk.ledger.terms.slab_bytes > MAX_REGION_BYTES;
+    if holder.is_disk() || is_too_large || desk.rdma == Choice::Off {
+        return false;
+    }
+    let local = socket
+        .local_addr()
+        .map_err(|source| VerbsError::NoPort(source.to_string()));
+    let ready = local.and_then(|local| {
+        let port = desk.rdma.port(local.ip())?;
+        hold.session.prepare_verbs(&port)?;
+        Ok(port)
+    });
+    match ready {
+        Ok(port) => {
+            tracing::info!(%holder, %port, "RDMA is offered");
+            true
+        }
+        Err(error) => {
+            // What is not offered is not held either: it may be a device that is to go.
+            hold.session.close_verbs();
+            let words = with_causes(&error);
+            tracing::info!(%holder, "no RDMA is offered: {words}");
+            false
         }
     }
 }
@@ -104,7 +144,7 @@ fn refuse(mut channel: Channel, refusal: Refusal) -> Result<(), ChannelError> {
     Ok(())
 }
 
-fn welcome(desk: &Desk, version: u32, hold: Option<&Hold>) -> ServerMessage {
+fn welcome(desk: &Desk, (version, verbs): (u32, bool), hold: Option<&Hold>) -> ServerMessage {
     let terms = &desk.ledger.terms;
     ServerMessage::Welcome(Welcome {
         version,
@@ -115,6 +155,7 @@ fn welcome(desk: &Desk, version: u32, hold: Option<&Hold>) -> ServerMessage {
         reserved_bytes: hold.map_or(0, |hold| hold.reserved_bytes),
         held: hold.map_or(Vec::new(), |hold| hold.held.clone()),
         disk: hold.and_then(|hold| hold.disk),
+        verbs,
     })
 }
 
@@ -124,7 +165,7 @@ fn observe(
     name: &ClientName,
     version: u32,
 ) -> Result<(), ChannelError> {
-    let greeting = welcome(desk, version, None);
+    let greeting = welcome(desk, (version, false), None);
     channel.send(&greeting, Instant::now() + SEND_TIMEOUT)?;
     loop {
         let idle_until = Instant::now() + OBSERVER_IDLE;
@@ -160,9 +201,9 @@ fn serve_guest(
     mut channel: Channel,
     hold: &Hold,
     waker: &EventFd,
-    version: u32,
+    spoken: (u32, bool),
 ) -> Result<(), ChannelError> {
-    let greeting = welcome(desk, version, Some(hold));
+    let greeting = welcome(desk, spoken, Some(hold));
     channel.send(&greeting, Instant::now() + SEND_TIMEOUT)?;
     loop {
         // The lease ends the connection of a client that is silent; this only bounds the wait.
@@ -203,6 +244,8 @@ fn second_hello() -> Refusal {
 fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
     let ledger = &desk.ledger;
     let (holder, client) = (hold.session.holder, &hold.client);
+    // Before the lease is looked at: a client that takes the session over from now on ends it.
+    let epoch = hold.session.epoch();
     let outcome = ledger.renew(hold).and_then(|()| match request {
         Request::Renew => Ok(Reply::Done),
         Request::Reserve { bytes } => {
@@ -230,6 +273,12 @@ fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
             let token = ledger.issue_token(hold);
             token.map(|token| Reply::DataToken { token })
         }
+        Request::Key { slab } => match hold.session.key(slab) {
+            Ok(Some(remote)) => Ok(Reply::Key { remote }),
+            Ok(None) => Err(Refusal::NotLeased { slab }),
+            Err(error) => Err(no_verbs(hold, &error)),
+        },
+        Request::QueuePair { end } => open_pair(desk, hold, &end, epoch),
         Request::Stats => Ok(stats(desk, client)),
         Request::DropDisk { .. } => Err(Refusal::Unexpected {
             expected: "the drop of a disk from an observer alone".to_owned(),
@@ -242,6 +291,30 @@ fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
         }),
     });
     outcome.unwrap_or_else(Reply::Refused)
+}
+
+fn open_pair(desk: &Desk, hold: &Hold, end: &End, epoch: u64) -> Result<Reply, Refusal> {
+    if !end.is_possible() {
+        return Err(Refusal::Unexpected {
+            expected: "a queue pair's end that there can be".to_owned(),
+        });
+    }
+    let limit = desk.max_data_connections;
+    match hold.session.open_pair(end, epoch, limit) {
+        Ok(Answer { end, probe, proof }) => Ok(Reply::QueuePair { end, probe, proof }),
+        Err(PairError::Cut) => Err(Refusal::SessionEnded),
+        Err(PairError::TooMany) => Err(Refusal::TooMany {
+            what: "data connections".to_owned(),
+            limit: limit as u64,
+        }),
+        Err(error) => Err(no_verbs(hold, &error)),
+    }
+}
+
+fn no_verbs(hold: &Hold, error: &PairError) -> Refusal {
+    let (holder, reason) = (hold.session.holder, with_causes(error));
+    tracing::warn!(%holder, "RDMA is of no use: {reason}");
+    Refusal::NoVerbs { reason }
 }
 
 fn drop_disk(desk: &Desk, asker: &ClientName, disk: DiskId) -> Reply {

@@ -242,6 +242,8 @@ impl Ledger {
             account.reserved_bytes -= self.terms.slab_bytes.min(account.reserved_bytes);
         }
         drop(books);
+        // Before the client is told: from then on it reaches nothing there.
+        taken.revoke();
         drop(taken);
         Ok(())
     }

@@ -3,7 +3,8 @@
 //! ```text
 //! main ─ config ─ server ─┬─ hall ─┬─ lobby     who has not said yet who it is
 //!                         │        ├─ control   requests of clients ─── ledger   who has what
-//!                         │        └─ data      reads and writes ─────┬ session  what is whose
+//!                         │        ├─ data      reads and writes ─────┬ session  what is whose
+//!                         │        └─ verbs     or none of its work ──┤
 //!                         └─ metrics                                  └ slab     the memory
 //! ```
 //!
@@ -23,6 +24,7 @@ mod metrics;
 mod server;
 mod session;
 mod slab;
+mod verbs;
 
 pub use arguments::Arguments;
 pub use config::{

@@ -95,6 +95,8 @@ impl Server {
         let desk = Desk {
             ledger: Arc::new(ledger),
             metrics: Metrics::new(),
+            rdma: config.rdma.clone(),
+            max_data_connections: config.max_data_connections,
         };
         let hall = Arc::new(Hall::new(desk, identity, config));
         Self::launch(hall, listener, address, page)

@@ -5,14 +5,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use outram_wire::server::data::Status;
 use outram_wire::server::{ClientName, DiskId, Extent, SessionSecret, SlabId};
 use outram_wire::units::VmId;
+use outram_wire::verbs::{Domain, End, Port, Remote, VerbsError};
 
 use crate::slab::{Piece, Slab};
+use crate::verbs::{Answer, Lent, Pair, PairError};
 
 /// Whose slabs a session's are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -48,7 +50,8 @@ impl fmt::Display for Holder {
 
 /// What does not change in a session, its slabs, and its data connections.
 ///
-/// Lock order: the ledger's books before either lock here; never both of these at once.
+/// Lock order: the ledger's books before any lock here; of these, `connections` before `verbs`, and
+/// no other two at once.
 pub(crate) struct Session {
     pub(crate) holder: Holder,
     /// Who opened it.
@@ -58,6 +61,8 @@ pub(crate) struct Session {
     mapped_bytes: Arc<AtomicU64>,
     connections: Mutex<Connections>,
     left: Condvar,
+    /// Its RDMA, where there is any.
+    verbs: Mutex<Option<Lent>>,
 }
 
 #[derive(Default)]
@@ -86,6 +91,7 @@ impl Session {
             mapped_bytes: Arc::default(),
             connections: Mutex::default(),
             left: Condvar::new(),
+            verbs: Mutex::default(),
         }
     }
 
@@ -125,6 +131,11 @@ impl Session {
             // It may have ended by itself; its thread notices either way.
             let _ = socket.shutdown(Shutdown::Both);
         }
+        drop(connections);
+        // Under the lock: whatever came by them has landed when this returns, for whoever cuts.
+        if let Some(lent) = self.verbs().as_mut() {
+            lent.end_pairs();
+        }
     }
 
     /// Cuts, and waits until the last connection's thread is done with the slabs: after it no write
@@ -153,7 +164,76 @@ impl Session {
     }
 
     pub(crate) fn data_connections(&self) -> usize {
-        self.connections().open.len()
+        let pairs = self.verbs().as_ref().map_or(0, Lent::pairs);
+        self.connections().open.len() + pairs
+    }
+
+    /// Has RDMA ready at this port, if it can be had: what was registered at another, or at a device
+    /// that is gone, is so no longer.
+    pub(crate) fn prepare_verbs(&self, port: &Port) -> Result<(), VerbsError> {
+        let verbs = self.verbs();
+        if verbs.as_ref().is_some_and(|lent| lent.is_usable(port)) {
+            return Ok(());
+        }
+        drop(verbs);
+        self.close_verbs();
+        let lent = Lent::open(port)?;
+        *self.verbs() = Some(lent);
+        Ok(())
+    }
+
+    /// Gives the device up: nothing of the session is registered from then on.
+    pub(crate) fn close_verbs(&self) {
+        let former = self.verbs().take();
+        for slab in self.slabs().values() {
+            slab.unregister();
+        }
+        drop(former);
+    }
+
+    /// The other end of a client's queue pair, with what its packets can be tried on. Like a data
+    /// connection's it is void if the session was cut since `epoch`, and counts towards `limit`.
+    pub(crate) fn open_pair(
+        &self,
+        peer: &End,
+        epoch: u64,
+        limit: usize,
+    ) -> Result<Answer, PairError> {
+        let domain = self.domain().ok_or(PairError::NoVerbs)?;
+        let pair = Pair::new(&domain, peer)?;
+        let answer = pair.answer();
+        let connections = self.connections();
+        if connections.fenced || connections.epoch != epoch {
+            return Err(PairError::Cut);
+        }
+        let mut verbs = self.verbs();
+        let lent = verbs.as_mut().ok_or(PairError::NoVerbs)?;
+        if lent.pairs() + connections.open.len() >= limit {
+            return Err(PairError::TooMany);
+        }
+        lent.keep(pair);
+        Ok(answer)
+    }
+
+    /// What a slab is called over RDMA; none that is not (or no longer) the client's.
+    pub(crate) fn key(&self, slab: SlabId) -> Result<Option<Remote>, PairError> {
+        let domain = self.domain().ok_or(PairError::NoVerbs)?;
+        let slab = self.slabs().get(&slab).cloned();
+        let key = slab.map(|slab| slab.key(&domain)).transpose()?;
+        Ok(key.flatten())
+    }
+
+    fn domain(&self) -> Option<Domain> {
+        self.verbs().as_ref().map(Lent::domain)
+    }
+
+    fn verbs(&self) -> MutexGuard<'_, Option<Lent>> {
+        // Each change under the lock is a single assignment, or a vector's.
+        self.verbs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn slabs(&self) -> RwLockReadGuard<'_, BTreeMap<SlabId, Arc<Slab>>> {
+        self.slabs.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Turns extents into pieces; or names the first that is not the client's to touch.
@@ -163,7 +243,7 @@ impl Session {
         pieces: &mut Vec<Piece>,
     ) -> Result<(), (u16, Status)> {
         pieces.clear();
-        let slabs = self.slabs.read().unwrap_or_else(PoisonError::into_inner);
+        let slabs = self.slabs();
         for (index, extent) in extents.iter().enumerate() {
             // There are at most 256 extents.
             let at = |status| (index as u16, status);
@@ -176,12 +256,12 @@ impl Session {
     }
 
     pub(crate) fn slab_ids(&self) -> Vec<SlabId> {
-        let slabs = self.slabs.read().unwrap_or_else(PoisonError::into_inner);
+        let slabs = self.slabs();
         slabs.keys().copied().collect()
     }
 
     pub(crate) fn slab_count(&self) -> u64 {
-        let slabs = self.slabs.read().unwrap_or_else(PoisonError::into_inner);
+        let slabs = self.slabs();
         slabs.len() as u64
     }
 

@@ -8,13 +8,21 @@
 //! Releasing a slab is dropping the last [`Arc`](std::sync::Arc) of it: the mapping goes back to
 //! the system, which zeroes memory before anyone else gets it. A request in work keeps its own
 //! `Arc`, so nothing is taken away under a running copy. What is mapped is counted until then.
+//!
+//! Over RDMA a client reads and writes its slabs by itself, under a key that it is told: the slab is
+//! registered in the client's own protection domain. A slab that is taken back is first [revoked]
+//! (the key is void from then on, whatever is on its way), and its memory given back after that.
+//!
+//! [revoked]: Slab::revoke
 #![allow(unsafe_code)]
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use outram_wire::verbs::{Access, Domain, Region, Remote, VerbsError};
 
 /// Memory of one slab.
 #[derive(Debug)]
@@ -22,6 +30,18 @@ pub(crate) struct Slab {
     base: NonNull<u8>,
     bytes: usize,
     counts: Counts,
+    registration: Mutex<Registration>,
+}
+
+/// Whether a slab's client may touch it over RDMA.
+#[derive(Debug)]
+enum Registration {
+    /// It never asked.
+    None,
+    /// Under this key.
+    Registered(Region),
+    /// Never again.
+    Revoked,
 }
 
 /// Where mapped bytes are counted, from mapping to unmapping.
@@ -75,9 +95,53 @@ impl Slab {
             base,
             bytes,
             counts,
+            registration: Mutex::new(Registration::None),
         };
         slab.keep_private()?;
         Ok(slab)
+    }
+
+    /// What the slab is called over RDMA, in its client's protection domain; none once it is revoked.
+    /// Registering takes all of its memory from the system.
+    pub(crate) fn key(&self, domain: &Domain) -> Result<Option<Remote>, VerbsError> {
+        let mut registration = self.registration();
+        let is_needed = match &*registration {
+            Registration::None => true,
+            // Of a device that is gone.
+            Registration::Registered(region) => !region.is_of(domain),
+            Registration::Revoked => false,
+        };
+        if is_needed {
+            // SAFETY: the mapping lives until `drop`, which revokes first. No Rust code relies on its
+            // bytes.
+            let region =
+                unsafe { Region::register(domain, self.base, self.bytes, Access::ReadWrite) }?;
+            *registration = Registration::Registered(region);
+        }
+        Ok(match &*registration {
+            Registration::Registered(region) => Some(region.remote()),
+            Registration::None | Registration::Revoked => None,
+        })
+    }
+
+    /// Ends its client's access over RDMA, for good.
+    pub(crate) fn revoke(&self) {
+        *self.registration() = Registration::Revoked;
+    }
+
+    /// Ends its client's access over RDMA until it asks for a key again.
+    pub(crate) fn unregister(&self) {
+        let mut registration = self.registration();
+        if matches!(*registration, Registration::Registered(_)) {
+            *registration = Registration::None;
+        }
+    }
+
+    fn registration(&self) -> MutexGuard<'_, Registration> {
+        // A change is a single assignment.
+        self.registration
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A guest's memory has no place in a core dump.
@@ -94,6 +158,8 @@ impl Slab {
 
 impl Drop for Slab {
     fn drop(&mut self) {
+        // Before anybody else gets the memory.
+        self.revoke();
         // SAFETY: the mapping is ours, was not unmapped before, and no `Piece` refers to it any
         // more, for each holds an `Arc` of the slab.
         let unmapped = unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };

@@ -209,13 +209,13 @@ fn hellos_of_another_version_are_refused() {
     let ClientMessage::Hello(mut later) = hello(vm(2), 2) else {
         unreachable!("a hello is a hello");
     };
-    (later.version_min, later.version_max) = (2, 9);
+    (later.version_min, later.version_max) = (3, 9);
     let deadline = Instant::now() + PATIENCE;
     channel
         .send(&ClientMessage::Hello(later), deadline)
         .expect("sent");
     let answer = client::receive(&mut channel).expect("an answer");
-    let version = Refusal::Version { min: 1, max: 1 };
+    let version = Refusal::Version { min: 1, max: 2 };
     assert_eq!(answer, ServerMessage::Refused(version));
     house.stands();
 }

@@ -34,6 +34,7 @@ for group in /sys/fs/cgroup/outram-test-* /sys/fs/cgroup/*/outram-test-*; do
   rmdir "$group" 2>/dev/null || echo "clean-state: $group is still in use" >&2
 done
 # Left where building the guest's image was interrupted; a build that runs holds the lock.
-if [ -d target/images ] && flock -n target/images/.lock true; then
-  rm -rf target/images/root.* target/images/fetch.* target/images/*.new
-fi
+for images in target/images target/images-newest; do
+  if ! [ -d $images ] || ! flock -n $images/.lock true; then continue; fi
+  rm -rf $images/root.* $images/fetch.* $images/*.new
+done

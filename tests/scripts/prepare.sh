@@ -3,10 +3,13 @@
 # of it is there; asks for root only where something is missing.
 set -euo pipefail
 
+# cmake is for rdma-mummy-sys, which finds libibverbs when a program runs; the library and its drivers
+# are for tests of RDMA in the lab guest.
 # qemu-utils is not asked for: a newer one of backports does not go together with Debian's QEMU.
 packages="qemu-system-x86 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients
   libvirt-dev libclang-dev clang gcc libc6-dev pkg-config busybox-static cpio zstd kmod iproute2 xz-utils
   util-linux procps ca-certificates groff-base virtinst
+  cmake rdma-core ibverbs-providers
   systemd systemd-sysv dbus apparmor checkpolicy semodule-utils dpkg-dev"
 oldest_rust=88   # of 1.x: what Cargo.toml says
 

@@ -22,6 +22,8 @@ run_all() {
   tests/scripts/clean-state.sh --stale || give_up "FAILED: leftovers of an interrupted run could not be removed"
   images/build.sh >/dev/null || give_up "FAILED: the test guest could not be built"
   cargo build --workspace || give_up "FAILED: the workspace does not build"
+  # Without it, those tests say that they are skipped.
+  tests/scripts/build-previous.sh >/dev/null || echo "SKIPPED: tests of upgrades: the build before this one could not be made"
 
   cargo test --workspace --no-fail-fast "$@" 2>&1 | tee "$log"
   status=${PIPESTATUS[0]}

@@ -4,15 +4,16 @@
 //! It runs one script, in a folder that it shares with its caller, and is switched off. Nothing of it
 //! outlives that but the folder.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::hermetic::command::{run_within, wait_for};
+use crate::hermetic::command::{run, run_within, wait_for};
 
 /// What becomes of the guest once its root is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +22,13 @@ pub enum Boot {
     Systemd,
     /// Nothing but what the script starts, with KVM and all that this machine's root has: seconds.
     Plain,
+    /// Nothing but what [`pack`] put beside the script, in memory: what is to be suspended cannot have
+    /// its root over 9p. A network card leads to this machine's loopback device, as [`OUTSIDE`].
+    Memory,
 }
+
+/// The address of this machine's loopback device for a guest that was booted from memory.
+pub const OUTSIDE: &str = "10.0.2.2";
 
 impl Boot {
     /// What the kernel's command line says beside what is always the same. What the machine's own
@@ -36,6 +43,7 @@ impl Boot {
                  systemd.mask=systemd-random-seed.service systemd.mask=timers.target"
             }
             Self::Plain => "apparmor=0 lab=plain",
+            Self::Memory => "apparmor=0 lab=memory",
         }
     }
 }
@@ -106,7 +114,20 @@ impl LabGuest {
     ) -> Result<std::process::Child> {
         let file = |name: &str| images.join(name).display().to_string();
         let (memory, vcpus) = (self.memory_mib.to_string(), self.vcpus.to_string());
-        let (kernel, initrd) = (file("vmlinuz"), file("lab-initrd"));
+        let initrd = match self.boot {
+            Boot::Memory => share.join(PACKED).display().to_string(),
+            Boot::Systemd | Boot::Plain => file("lab-initrd"),
+        };
+        let kernel = file("vmlinuz");
+        let network: &[&str] = match self.boot {
+            Boot::Memory => &[
+                "-netdev",
+                "user,id=net",
+                "-device",
+                "virtio-net-pci,netdev=net",
+            ],
+            Boot::Systemd | Boot::Plain => &[],
+        };
         let words = format!(
             "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off {}",
             self.boot.words()
@@ -132,6 +153,7 @@ impl LabGuest {
                 "chardev:line",
             ])
             .args(["-device", "virtio-rng-pci"])
+            .args(network)
             .args(["-fsdev", &root])
             .args(["-device", "virtio-9p-pci,fsdev=root,mount_tag=root"])
             .args(["-fsdev", &shared])
@@ -140,6 +162,46 @@ impl LabGuest {
             .spawn()
             .context("setpriv could not be run")
     }
+}
+
+/// What a guest that is booted from memory boots, in its shared folder.
+const PACKED: &str = "initrd";
+
+/// Packs the script `lab` of the folder `share` for a guest that is booted from memory, with `programs`
+/// and the libraries that they need, and with `folder`: all at the paths that they have here.
+pub fn pack(images: &Path, share: &Path, programs: &[PathBuf], folder: &Path) -> Result<()> {
+    let mut paths: BTreeSet<PathBuf> = programs.iter().cloned().collect();
+    for program in programs {
+        let said = run("ldd", &[&program.display().to_string()])?;
+        let libraries = said.split_whitespace().filter(|word| word.starts_with('/'));
+        paths.extend(libraries.map(PathBuf::from));
+    }
+    for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        paths.insert(entry?.path());
+    }
+    // The kernel makes no folders by itself.
+    let folders = paths.iter().flat_map(|path| path.ancestors().skip(1));
+    let folders: BTreeSet<PathBuf> = folders.map(Path::to_path_buf).collect();
+    let names = folders.iter().chain(&paths);
+    let names = names.filter_map(|path| path.strip_prefix("/").ok());
+    let names: String = names.map(|name| format!("{}\n", name.display())).collect();
+    let list = share.join("packed");
+    fs::write(&list, names)?;
+    // Links are followed: what they lead to is what is needed.
+    let pack = "cp \"$1\" \"$2\" && cd \"$3\" && echo lab | cpio -o -H newc --quiet >>\"$2\" \
+        && cd / && cpio -o -L -H newc --quiet <\"$4\" >>\"$2\"";
+    let [initrd, packed, share, list] = [
+        images.join("lab-initrd"),
+        share.join(PACKED),
+        share.to_owned(),
+        list,
+    ]
+    .map(|path| path.display().to_string());
+    run(
+        "bash",
+        &["-c", pack, "pack", &initrd, &packed, &share, &list],
+    )
+    .map(drop)
 }
 
 /// The exit status of an earlier script is not that of the next.
@@ -160,9 +222,27 @@ fn status(share: &Path) -> Result<u8> {
     status.parse().with_context(|| format!("status '{status}'"))
 }
 
+/// The kernel it boots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// The distribution's own.
+    Ordinary,
+    /// The newest that the distribution offers, which may be the same.
+    Newest,
+}
+
+impl Kernel {
+    fn script(self) -> &'static str {
+        match self {
+            Self::Ordinary => "images/lab/build.sh",
+            Self::Newest => "images/lab/newest.sh",
+        }
+    }
+}
+
 /// Builds what the guest boots; returns the folder.
-pub fn build(top: &Path) -> Result<std::path::PathBuf> {
-    let script = top.join("images/lab/build.sh").display().to_string();
+pub fn build(top: &Path, kernel: Kernel) -> Result<PathBuf> {
+    let script = top.join(kernel.script()).display().to_string();
     let finished = run_within(Duration::from_secs(1200), &script, &[])?;
     ensure!(finished.success(), "{script}: {}", finished.said());
     let folder = finished.stdout.lines().last().context("no folder named")?;

@@ -92,6 +92,12 @@ points! {
     LeaseRecorded = "lease-recorded",
     /// An empty slab is about to be given back; it is written down still.
     LeaseReturned = "lease-returned",
+    /// A server wants a slab back; what lies in it is not known to have to move.
+    VacateAsked = "vacate-asked",
+    /// A page that only moves is in staging, and in the table as it was.
+    MoveStaged = "move-staged",
+    /// It is in the table as staged; its slot in the slab is not free.
+    MoveMarked = "move-marked",
     /// A small file is written, and does not replace the former one yet.
     FileWritten = "file-written",
     /// The servers have promised what a new limit needs.

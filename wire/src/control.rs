@@ -4,8 +4,16 @@
 //! sends an [`Envelope`], the backend answers with a [`Reply`]; several may follow each other on
 //! one connection. Fields may be added within a version; a reader ignores those it does not know.
 
+use std::fs::File;
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
 
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +25,33 @@ pub const CONTROL_VERSION: u32 = 1;
 
 /// Longest frame either side accepts, in bytes; a status of hundreds of shards stays far below.
 pub const MAX_FRAME_BYTES: usize = 256 * 1024;
+
+/// Whether a supervisor is at work on the guest of this directory (`/run/outram/<uuid>`): it has that
+/// directory locked for as long as it lives, and starts the guest's pager again where that dies.
+pub fn is_supervised(run_dir: &Path) -> bool {
+    let Ok(dir) = File::open(run_dir) else {
+        return false;
+    };
+    let locked = Flock::lock(dir, FlockArg::LockSharedNonblock);
+    matches!(locked, Err((_, Errno::EWOULDBLOCK)))
+}
+
+/// Opens a control socket. What is sent and received takes no longer than `timeout` each, and neither
+/// does connecting: once a process that does not run has its queue full of connections, that would wait
+/// for ever (unix(7), SO_SNDTIMEO in socket(7)). An error of kind `WouldBlock` says that it did.
+pub fn connect(socket: &Path, timeout: Duration) -> io::Result<UnixStream> {
+    let address = UnixAddr::new(socket)?;
+    let stream = UnixStream::from(socket::socket(
+        AddressFamily::Unix,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC,
+        None,
+    )?);
+    stream.set_write_timeout(Some(timeout))?;
+    stream.set_read_timeout(Some(timeout))?;
+    socket::connect(stream.as_raw_fd(), &address)?;
+    Ok(stream)
+}
 
 /// A request with its format's version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -95,6 +130,9 @@ pub struct ServerStatus {
     pub connected: bool,
     /// Why not, if not: the last error.
     pub detail: Option<String>,
+    /// What pages go over: `TCP`, or `RDMA` with the device; earlier backends do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transport: Option<String>,
     /// Slabs leased from it.
     pub slabs: u64,
     /// Bytes promised by it.

@@ -15,3 +15,4 @@ pub mod seal;
 pub mod server;
 pub mod tls;
 pub mod units;
+pub mod verbs;

@@ -19,12 +19,17 @@ use crate::uffd_probe;
 use outram_wire::causes::with_causes;
 use outram_wire::server::{ServerAddress, ServerStats};
 use outram_wire::units::format_size;
+use outram_wire::verbs::Domain;
+use outram_wire::verbs::port::{self, Port};
 
 /// The oldest kernel with all that the hand-over needs.
 const KERNEL_OLDEST: (u32, u32) = (6, 1);
 
 /// Where Yama says who may trace whom; the file is missing where Yama is not built in.
 const PTRACE_SCOPE: &str = "/proc/sys/kernel/yama/ptrace_scope";
+
+/// The security modules that the kernel has in use.
+const SECURITY_MODULES: &str = "/sys/kernel/security/lsm";
 
 /// The capabilities that a backend cannot do without, by their bits in capabilities(7).
 const NEEDED_CAPABILITIES: [(&str, u32); 3] = [
@@ -45,8 +50,53 @@ pub(super) fn kernel() -> Vec<Check> {
         tracing(),
         capabilities(),
     ];
+    checks.extend(landlock());
     checks.extend(kvm());
+    checks.push(rdma());
     checks
+}
+
+/// What keeps a backend that a guest or a server got hold of from root's files. Nothing is said where
+/// the kernel does not tell which security modules it has.
+fn landlock() -> Option<Check> {
+    let name = "landlock";
+    let modules = fs::read_to_string(SECURITY_MODULES).ok()?;
+    let modules = modules.trim();
+    Some(if modules.split(',').any(|module| module == name) {
+        Check::pass(name, "keeps backends to their own files")
+    } else {
+        Check::warn(
+            name,
+            format!(
+                "not among the kernel's security modules ({modules}): a backend could open root's files"
+            ),
+            format!("add lsm={name},{modules} to the kernel's command line and reboot"),
+        )
+    })
+}
+
+/// Whether pages can go over RDMA, as far as this host alone can tell. TCP always can.
+fn rdma() -> Check {
+    let name = "RDMA";
+    let ports = port::ports();
+    // A link-local address is hardly one that a server is reached from.
+    let is_global = |port: &&Port| !port.gid.0.is_unicast_link_local() || !port.is_ethernet;
+    let words: Vec<String> = ports
+        .iter()
+        .filter(is_global)
+        .map(Port::to_string)
+        .collect();
+    if words.is_empty() {
+        return Check::pass(name, "no device whose port is up: pages go over TCP");
+    }
+    match Domain::open(&ports[0]) {
+        Ok(_) => Check::pass(name, words.join(", ")),
+        Err(error) => Check::warn(
+            name,
+            format!("{}: pages go over TCP", with_causes(&error)),
+            "install libibverbs1 and ibverbs-providers, and let root open /dev/infiniband",
+        ),
+    }
 }
 
 fn kernel_version() -> Check {

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use outram_wire::control::{Phase, Status};
+use outram_wire::control::{Phase, Status, is_supervised};
 use outram_wire::units::VmId;
 use serde::Serialize;
 
@@ -81,7 +81,11 @@ pub struct Report {
 pub fn report(guest: &Guest, paths: &Paths) -> Report {
     let left = launch::reason(&run_dir(paths, guest.vm));
     let (state, error, status) = match guest.control.status() {
-        Ok(status) => (state_of(status.phase), None, Some(status)),
+        Ok(status) => (
+            state_of(status.phase),
+            unsupervised(&status, guest, paths),
+            Some(status),
+        ),
         Err(ControlError::NotRunning(_)) => match left {
             Some(reason) => (State::Failed, Some(reason), None),
             None if launch::is_abandoned(&run_dir(paths, guest.vm)) => {
@@ -91,7 +95,7 @@ pub fn report(guest: &Guest, paths: &Paths) -> Report {
                 );
                 (State::Gone, Some(reason), None)
             }
-            None if launch::is_supervised(&run_dir(paths, guest.vm)) => {
+            None if is_supervised(&run_dir(paths, guest.vm)) => {
                 let reason = "its backend ended and is being started again";
                 (State::Recovering, Some(reason.to_owned()), None)
             }
@@ -121,6 +125,20 @@ fn state_of(phase: Phase) -> State {
         Phase::Refused => State::Refused,
         Phase::Ending => State::Ending,
     }
+}
+
+/// What is wrong where a guest depends on a backend whose supervisor has died.
+fn unsupervised(status: &Status, guest: &Guest, paths: &Paths) -> Option<String> {
+    let is_needed = !matches!(
+        status.phase,
+        Phase::Waiting | Phase::Released | Phase::Refused | Phase::Ending
+    );
+    (is_needed && !is_supervised(&run_dir(paths, guest.vm))).then(|| {
+        format!(
+            "the supervisor of its backend has died: nobody would start the backend again; 'outram restart {}' puts that right",
+            guest.name
+        )
+    })
 }
 
 /// A guest's run directory.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use outram_wire::control::{Phase, Status};
+use outram_wire::control::{Phase, Status, is_supervised};
 
 use super::completion::domain_names;
 use super::report::{Guest, all_guests, find_guest, run_dir};
@@ -90,7 +90,7 @@ fn restart(guest: &Guest, paths: &Paths) -> Result<String> {
         }
     };
     let asked = Instant::now();
-    let outcome = match launch::is_supervised(&dir) {
+    let outcome = match is_supervised(&dir) {
         true => guest.control.restart().map_err(anyhow::Error::from),
         // Its supervisor has died. A new one replaces the pager.
         false => find_backend(paths)

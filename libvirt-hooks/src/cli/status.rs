@@ -388,7 +388,10 @@ fn add_disk(lines: &mut Lines, disk: &DiskStatus) {
 
 fn server_in_words(server: &ServerStatus) -> String {
     let state = match (&server.detail, server.connected) {
-        (_, true) => "connected".to_owned(),
+        (_, true) => match &server.transport {
+            Some(transport) => format!("connected, pages over {transport}"),
+            None => "connected".to_owned(),
+        },
         (Some(detail), false) => format!("out of reach ({detail})"),
         (None, false) => "out of reach".to_owned(),
     };

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use outram_tests::lab_guest::{self, Boot, LabGuest};
+use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest};
 
 /// Boots this machine's root as an emulated guest that has KVM, and runs a shell or a command in it, in
 /// the folder where it was called. What they write is gone afterwards, but for the folder /share.
@@ -30,7 +30,7 @@ struct Options {
 fn main() -> Result<ExitCode> {
     let options = Options::parse();
     let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let images = lab_guest::build(&top)?;
+    let images = lab_guest::build(&top, Kernel::Ordinary)?;
     let own = tempfile::tempdir()?;
     let share = match &options.share {
         Some(folder) => folder

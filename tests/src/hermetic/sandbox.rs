@@ -27,6 +27,10 @@ use signal_hook::iterator::Signals;
 /// Tells a process of ours which of the three it is.
 const STAGE: &str = "OUTRAM_SANDBOX_STAGE";
 
+/// For the environment of a test on a machine that is there for it alone, and needs no sandbox: it finds
+/// itself inside of one.
+pub const NONE: &str = "OUTRAM_SANDBOX_STAGE=inside";
+
 /// Names the outside process to the others: cgroups are named for it.
 const OWNER: &str = "OUTRAM_SANDBOX_OWNER";
 

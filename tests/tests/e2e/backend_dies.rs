@@ -7,7 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::guest::{Guest, Spec};
-use outram_wire::control::{Phase, Status};
+use outram_wire::control::{Phase, Status, is_supervised};
 
 use crate::Test;
 use crate::far_disk::{VERY_LONG, demand_no_error, demand_same};
@@ -46,13 +46,26 @@ fn outlive(lab: &Lab) -> Result<()> {
     kill(Pid::from_raw(supervisor), Signal::SIGKILL)?;
     let run_dir = guest.run_dir();
     wait_for("all of the backend to be gone", SHORT, || {
-        let gone = guest.status_if_any().is_none() && !is_locked(&run_dir)?;
+        let gone = guest.status_if_any().is_none() && !is_supervised(&run_dir);
         Ok(gone.then_some(()))
     })?;
     let told = lab.host.outram(&["status", guest.name()])?;
     ensure!(told.stdout.contains("outram restart"), "{}", told.stdout);
     lab.host.outram_ok(&["restart", guest.name()])?;
     now = wait_for_another(&guest, &now)?;
+
+    // The supervisor alone: nothing stands still, and the operator is told.
+    kill(Pid::from_raw(parent(now.backend_pid)?), Signal::SIGKILL)?;
+    wait_for("the supervisor to be gone", SHORT, || {
+        Ok((!is_supervised(&run_dir)).then_some(()))
+    })?;
+    let told = lab.host.outram(&["status", guest.name()])?;
+    let is_told = told.stdout.contains("serving") && told.stdout.contains("outram restart");
+    ensure!(is_told, "{}", told.stdout);
+    lab.host.outram_ok(&["restart", guest.name()])?;
+    now = wait_for_another(&guest, &now)?;
+    let told = lab.host.outram(&["status", guest.name()])?;
+    ensure!(!told.stdout.contains("outram restart"), "{}", told.stdout);
 
     // Politely, by name and all together.
     for arguments in [vec!["restart", guest.name()], vec!["restart", "--all"]] {
@@ -120,13 +133,6 @@ fn parent(pid: u32) -> Result<i32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
     Ok(line.unwrap_or_default().trim().parse()?)
-}
-
-/// Whether a supervisor is at work.
-fn is_locked(run_dir: &std::path::Path) -> Result<bool> {
-    let dir = std::fs::File::open(run_dir)?;
-    let locked = rustix::fs::flock(&dir, rustix::fs::FlockOperation::NonBlockingLockShared);
-    Ok(locked.is_err())
 }
 
 /// Another process than that of this status serves the guest.

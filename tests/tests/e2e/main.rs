@@ -34,6 +34,7 @@ mod start_paths;
 mod strangers;
 mod tune;
 mod under_kvm;
+mod vhost_net;
 
 use std::process::ExitCode;
 
@@ -73,6 +74,7 @@ fn main() -> ExitCode {
         migration::TESTS,
         migration_fails::TESTS,
         under_kvm::TESTS,
+        vhost_net::TESTS,
         outage::TESTS,
         backend_dies::TESTS,
         strangers::TESTS,

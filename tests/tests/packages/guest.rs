@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use outram_tests::hermetic::suite::Skipped;
-use outram_tests::lab_guest::{self, Boot, LabGuest};
+use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest};
 
 use super::debian::{need_root, packages};
 use super::units::UNITS;
@@ -38,7 +38,7 @@ fn life_of_the_packages() -> Result<()> {
     if !Path::new("/lib/systemd/systemd").exists() {
         bail!(Skipped("systemd (package systemd) is not installed".into()));
     }
-    let images = lab_guest::build(&top())?;
+    let images = lab_guest::build(&top(), Kernel::Ordinary)?;
     let share = packages()?;
     for image in ["vmlinuz", "initrd"] {
         fs::copy(images.join(image), share.path().join(image))?;

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use outram_wire::control::Phase;
 use serde_json::json;
 
-use crate::fixture::{Guest, LEAST, Lab, Wish, demand_sound, halt};
+use crate::fixture::{Guest, LEAST, Lab, Stalls, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_backend_killed_again_and_again", again_and_again),
@@ -83,28 +83,6 @@ fn demand_answers(guest: &mut Guest, sent: Vec<u64>) -> Result<()> {
         demand_sound(&guest.answer(id)?)?;
     }
     guest.verify(0, FILLED)
-}
-
-/// How long the guest stood still, kill by kill.
-#[derive(Default)]
-struct Stalls(Vec<Duration>);
-
-impl std::fmt::Display for Stalls {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut sorted = self.0.clone();
-        sorted.sort_unstable();
-        let of = |percent: usize| match sorted.len() {
-            0 => 0,
-            length => sorted[(length * percent / 100).min(length - 1)].as_millis(),
-        };
-        write!(
-            f,
-            "p50 {} ms, p99 {} ms, most {} ms",
-            of(50),
-            of(99),
-            of(100)
-        )
-    }
 }
 
 /// At any instant of heavy paging: the guest stalls and goes on.

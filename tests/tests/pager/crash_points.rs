@@ -4,19 +4,23 @@
 //! Each point belongs to a scenario in which it is passed; one that is never reached fails, and so
 //! does one after which a page of the guest is not as it was last stored.
 
+use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::Signal;
 use outram_backend::crash_points::Point;
+use outram_tests::hermetic::command::wait_for;
 use outram_wire::control::Request;
 use serde_json::json;
 
 use crate::disk;
-use crate::fixture::{Guest, LEAST, LONG, Lab, Wish, demand_sound};
+use crate::fixture::{Guest, LEAST, LONG, Lab, SLAB, Wish, demand_sound};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("crash_points_of_pages", pages),
     ("crash_points_of_leases", leases),
+    ("crash_points_of_vacating", vacating),
     ("crash_points_of_discards", discards),
     ("crash_points_of_tune", tune),
     ("crash_points_of_plugging", plugging),
@@ -44,6 +48,7 @@ const TRIES_MOST: u32 = 500;
 enum Scenario {
     Pages,
     Leases,
+    Vacating,
     Discards,
     Tune,
     Plugging,
@@ -82,6 +87,7 @@ fn scenario(point: Point) -> Scenario {
         | Point::UnprotectMarked
         | Point::Unprotected => Scenario::Pages,
         Point::LeaseAsked | Point::LeaseGranted | Point::LeaseRecorded => Scenario::Leases,
+        Point::VacateAsked | Point::MoveStaged | Point::MoveMarked => Scenario::Vacating,
         Point::DiscardRead | Point::DiscardApplied | Point::LeaseReturned => Scenario::Discards,
         Point::FileWritten | Point::TunePromised | Point::TuneSettled | Point::TuneRecorded => {
             Scenario::Tune
@@ -207,6 +213,34 @@ fn leases(lab: &Lab) -> Result<()> {
         guest.verify(0, FILLED)?;
         guest.connect()?;
         guest.end(&[&server])
+    })
+}
+
+/// A server wants its memory back.
+fn vacating(lab: &Lab) -> Result<()> {
+    each(Scenario::Vacating, |point| {
+        let config = lab.path(&format!("{}.toml", point.name()));
+        fs::write(&config, "memory = \"1GiB\"")?;
+        let shrinking = lab.server_with(&["--config", &config.display().to_string()])?;
+        let other = lab.server()?;
+        let servers = [shrinking.address.as_str(), other.address.as_str()];
+        let wish = wish(&servers);
+        let mut guest = filled(lab, &wish)?;
+        guest.kill_backend()?;
+        guest.take_over(lab, &dying(&wish, point))?;
+        let sent = load(&mut guest, 0)?;
+        fs::write(&config, "memory = \"2MiB\"")?;
+        shrinking.signal(Signal::SIGHUP)?;
+        guest.wait_death()?;
+        guest.take_over(lab, &wish)?;
+        let few = || Ok((shrinking.bytes_leased()? <= 2 * SLAB).then_some(()));
+        wait_for("slabs to be vacated", LONG, few).with_context(|| guest.log())?;
+        for id in sent {
+            demand_sound(&guest.answer(id)?)?;
+        }
+        guest.verify(0, FILLED)?;
+        guest.connect()?;
+        guest.end(&[&shrinking, &other])
     })
 }
 

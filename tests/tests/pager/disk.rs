@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
-use crate::fixture::{Guest, Lab, PAGE, Wish};
+use crate::fixture::{Guest, Lab, PAGE};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("rings_and_buffers_in_evicted_pages", evicted),
@@ -60,13 +60,7 @@ fn request(guest: &mut Guest, kind: u64, sector: u64, bytes: u64) -> Result<Valu
 
 fn evicted(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     // Pages in which the rings and buffers will lie hold something else, far away.
     guest.fill(0, MEMORY)?;
     push_out(&mut guest)?;
@@ -134,13 +128,7 @@ fn evicted(lab: &Lab) -> Result<()> {
 /// Chains that are no chains, with buffers that are none, all in pages that have to be fetched.
 fn broken(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(0, MEMORY)?;
     let header = BUFFERS * PAGE;
     let status = header + 16;

@@ -22,6 +22,13 @@ use outram_wire::seal::Seal;
 use outram_wire::units::Limit;
 use serde_json::{Value, json};
 
+/// The top of the source tree.
+pub(crate) fn top() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap_or(Path::new("."))
+}
+
 /// Everything lies on a tmpfs of the sandbox's own, and goes with it.
 const ROOT: &str = "/run";
 
@@ -55,7 +62,7 @@ impl Lab {
         run("ip", &["link", "set", "lo", "up"])?;
         run("mount", &["-t", "tmpfs", "-o", "mode=755", "tmpfs", ROOT])?;
         for folder in ["pki", "other-pki"] {
-            certificates(&Path::new(ROOT).join(folder))?;
+            certificates(&Path::new(ROOT).join(folder), &["127.0.0.1"])?;
         }
         // No settings of this machine's are to matter.
         fs::write(Path::new(ROOT).join("backend.toml"), "")?;
@@ -100,9 +107,19 @@ impl Lab {
 
     /// A memory server with slabs of this size, and these arguments.
     pub(crate) fn server_of(&self, slab_bytes: u64, arguments: &[&str]) -> Result<MemServer> {
+        self.server_by(self.program("outram-memserver")?, slab_bytes, arguments)
+    }
+
+    /// A memory server that is this program.
+    pub(crate) fn server_by(
+        &self,
+        program: PathBuf,
+        slab_bytes: u64,
+        arguments: &[&str],
+    ) -> Result<MemServer> {
         let address = self.address();
         MemServer::launch(Launch {
-            program: self.program("outram-memserver")?,
+            program,
             metrics: self.address(),
             pki: self.path("pki"),
             log: self.path(&format!("memserver-{address}")),
@@ -137,10 +154,15 @@ impl Lab {
     }
 }
 
-fn certificates(folder: &Path) -> Result<()> {
+/// Certificates of a server at these addresses, and of a client.
+pub(crate) fn certificates(folder: &Path, addresses: &[&str]) -> Result<()> {
     pki::init(folder)?;
+    let addresses = addresses
+        .iter()
+        .map(|&address| address.to_owned())
+        .collect();
     for (kind, name, addresses) in [
-        (Kind::Server, "memserver", vec!["127.0.0.1".to_owned()]),
+        (Kind::Server, "memserver", addresses),
         (Kind::Client, "client", Vec::new()),
     ] {
         let order = Order {
@@ -177,6 +199,8 @@ pub(crate) struct Wish<'a> {
     pub(crate) disk_mib: Option<u64>,
     /// The point at which its backend dies.
     pub(crate) dies_at: Option<Point>,
+    /// Its backend's program, where that is not this build's.
+    pub(crate) program: Option<&'a Path>,
 }
 
 impl Default for Wish<'_> {
@@ -192,6 +216,7 @@ impl Default for Wish<'_> {
             supervised: false,
             disk_mib: None,
             dies_at: None,
+            program: None,
         }
     }
 }
@@ -284,7 +309,10 @@ fn spawn_backend(
     }
     let log = lab.path(&format!("backend-{uuid}"));
     let file = File::options().create(true).append(true).open(&log)?;
-    let mut backend = Command::new(lab.program("outram-backend")?);
+    let mut backend = Command::new(match wish.program {
+        Some(program) => program.to_owned(),
+        None => lab.program("outram-backend")?,
+    });
     if let Some(point) = wish.dies_at {
         backend.env("OUTRAM_CRASH_AT", point.name());
     }
@@ -342,7 +370,16 @@ impl Guest {
         Self::start_told(lab, wish, &blocks, page_size)
     }
 
-    /// The same with blocks of RAM as given, and a backend that is told this size of pages.
+    /// An ordinary guest of one memory server.
+    pub(crate) fn start_on(lab: &Lab, server: &MemServer) -> Result<Self> {
+        let wish = Wish {
+            servers: &[&server.address],
+            ..Wish::default()
+        };
+        Self::start(lab, &wish)
+    }
+
+    /// The same as [`Guest::start`] with blocks of RAM as given, and a backend that is told this size of pages.
     pub(crate) fn start_told(
         lab: &Lab,
         wish: &Wish<'_>,
@@ -641,6 +678,28 @@ fn merged(vcpu: usize, action: &str, mut command: Value) -> Value {
     command["do"] = Value::from(action);
     command["vcpu"] = Value::from(vcpu);
     command
+}
+
+/// How long the guest stood still, time by time.
+#[derive(Default)]
+pub(crate) struct Stalls(pub(crate) Vec<Duration>);
+
+impl std::fmt::Display for Stalls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut sorted = self.0.clone();
+        sorted.sort_unstable();
+        let of = |percent: usize| match sorted.len() {
+            0 => 0,
+            length => sorted[(length * percent / 100).min(length - 1)].as_millis(),
+        };
+        write!(
+            f,
+            "p50 {} ms, p99 {} ms, most {} ms",
+            of(50),
+            of(99),
+            of(100)
+        )
+    }
 }
 
 /// Stops a memory server with SIGSTOP; returns once all of its threads stand still.

@@ -69,25 +69,31 @@ fn guest(lab: &Lab, limit: u64, server: &str, populated: bool) -> Result<(Pool, 
     Ok((pool, Guest::start(lab, &wish)?))
 }
 
+/// Sends three vCPUs to work on a third of the RAM each: one reads and writes, one reads, and one has
+/// several of the VMM's threads do both to the same pages.
+fn send_load(guest: &mut Guest, seconds: f64, seed: u64, rounds: u64) -> Result<[u64; 3]> {
+    let third = RAM_PAGES / 3;
+    let work = |page, write_share| {
+        json!({"page": page, "pages": third, "seconds": seconds, "seed": seed,
+            "write_share": write_share})
+    };
+    let race = json!({"page": 2 * third, "pages": third, "writers": 1, "readers": 1,
+        "rounds": rounds});
+    Ok([
+        guest.send(0, "work", work(0, 0.5))?,
+        guest.send(1, "work", work(third, 0.0))?,
+        guest.send(2, "race", race)?,
+    ])
+}
+
 /// The limit goes down to the least and up again while vCPUs read, write, and do both to the same
 /// pages.
 fn eviction(lab: &Lab) -> Result<()> {
     let server = server(lab)?;
     let (_pool, mut guest) = guest(lab, WHOLE, &server.address, false)?;
     guest.fill(0, RAM_PAGES)?;
-    let third = RAM_PAGES / 3;
     for seed in 0..3 {
-        let work = |page, write_share| {
-            json!({"page": page, "pages": third, "seconds": 2.0, "seed": seed,
-                "write_share": write_share})
-        };
-        let race = json!({"page": 2 * third, "pages": third, "writers": 1, "readers": 1,
-            "rounds": 1000});
-        let sent = [
-            guest.send(0, "work", work(0, 0.5))?,
-            guest.send(1, "work", work(third, 0.0))?,
-            guest.send(2, "race", race)?,
-        ];
+        let sent = send_load(&mut guest, 2.0, seed, 1000)?;
         guest.squeeze()?;
         guest.tune(WHOLE)?;
         let grown = |status: &Status| status.resident_bytes > LEAST_HUGE;
@@ -350,19 +356,8 @@ fn outlive(lab: &Lab) -> Result<()> {
         };
         let mut guest = Guest::start(lab, &wish)?;
         guest.fill(0, RAM_PAGES)?;
-        let third = RAM_PAGES / 3;
         for batch in 0..2u64 {
-            let work = |page, write_share| {
-                json!({"page": page, "pages": third, "seconds": 3.0, "seed": batch,
-                    "write_share": write_share})
-            };
-            let race = json!({"page": 2 * third, "pages": third, "writers": 1, "readers": 1,
-                "rounds": 1500});
-            let sent = [
-                guest.send(0, "work", work(0, 0.5))?,
-                guest.send(1, "work", work(third, 0.0))?,
-                guest.send(2, "race", race)?,
-            ];
+            let sent = send_load(&mut guest, 3.0, batch, 1500)?;
             for round in 0..8 {
                 std::thread::sleep(Duration::from_micros((batch * 8 + round) * 7919 % 90_000));
                 guest.kill_backend()?;

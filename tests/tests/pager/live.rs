@@ -227,13 +227,7 @@ fn cycles(lab: &Lab) -> Result<()> {
 /// The server stands still in the middle: nothing is lost, and the way back is open.
 fn outage(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(0, PAGES)?;
     guest.settle()?;
     let mut control = guest.control()?;
@@ -285,13 +279,7 @@ fn outage(lab: &Lab) -> Result<()> {
 /// A page that is lost cannot come home, nor one whose server is away; the guest goes on.
 fn refused(lab: &Lab) -> Result<()> {
     let mut server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(0, PAGES)?;
     guest.settle()?;
     server.kill()?;
@@ -322,13 +310,7 @@ fn refused(lab: &Lab) -> Result<()> {
 /// that nobody has touched, too.
 fn disk(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(200, 12_000)?;
     guest
         .vmm

@@ -18,6 +18,8 @@ mod races;
 mod refusals;
 mod servers;
 mod supervisor;
+mod suspend;
+mod upgrade;
 
 use std::process::ExitCode;
 
@@ -43,8 +45,10 @@ fn main() -> ExitCode {
             crash::TESTS,
             crash_points::TESTS,
             supervisor::TESTS,
+            upgrade::TESTS,
             disk_crash::TESTS,
             exhaustion::TESTS,
+            suspend::TESTS,
             refusals::TESTS,
             huge::TESTS,
         ]

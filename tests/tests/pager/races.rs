@@ -121,13 +121,7 @@ fn dropped(lab: &Lab) -> Result<()> {
 /// What the guest gives back costs nobody anything.
 fn freed(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(0, 16_000)?;
     guest.settle()?;
     let before = (guest.status()?, server.slabs_leased()?);
@@ -150,13 +144,7 @@ fn freed(lab: &Lab) -> Result<()> {
 /// A signal ends the wait in a fault, and the access faults again: one answer for all of them.
 fn signals(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(0, 16_000)?;
     guest.settle()?;
     // While nothing is answered: each signal makes one more message.
@@ -189,13 +177,7 @@ fn signals(lab: &Lab) -> Result<()> {
 /// `read(2)` and `write(2)` into evicted pages repeat their fault as long as a signal is pending.
 fn kernel_mode(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(0, 16_000)?;
     guest.settle()?;
     halt(&server)?;
@@ -226,13 +208,7 @@ fn kernel_mode(lab: &Lab) -> Result<()> {
 /// A page that is there when its bytes arrive counts as changed, and wins.
 fn behind(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = Guest::start(
-        lab,
-        &Wish {
-            servers: &[&server.address],
-            ..Wish::default()
-        },
-    )?;
+    let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(0, 16_000)?;
     guest.settle()?;
     let pages = [20, 21, 40];

@@ -1,6 +1,6 @@
 //! Nobody but the backend itself sees to it that its guest goes on.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -9,11 +9,12 @@ use outram_tests::hermetic::command::wait_for;
 use outram_wire::control::{Phase, Reply, Request, Status};
 use serde_json::json;
 
-use crate::fixture::{Guest, LONG, Lab, Wish, demand_sound};
+use crate::fixture::{Guest, LONG, Lab, Stalls, Wish, demand_sound};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_pager_that_is_killed_is_started_again", pager),
     ("a_supervisor_that_is_killed_is_started_again", supervisor),
+    ("a_pager_that_stands_still_is_replaced", stopped),
     (
         "a_backend_all_killed_goes_on_where_it_is_started_again",
         both,
@@ -51,12 +52,12 @@ fn work(guest: &mut Guest, seconds: f64) -> Result<u64> {
     )
 }
 
-fn end(pid: u32, signal: Signal) -> Result<()> {
+pub(crate) fn end(pid: u32, signal: Signal) -> Result<()> {
     Ok(kill(Pid::from_raw(pid as i32), signal)?)
 }
 
 /// Another pager than that of this status serves the guest.
-fn wait_for_another(guest: &Guest, before: &Status) -> Result<Status> {
+pub(crate) fn wait_for_another(guest: &Guest, before: &Status) -> Result<Status> {
     wait_for("another pager to serve the guest", LONG, || {
         let status = guest.control().and_then(|mut control| control.status());
         Ok(status
@@ -115,6 +116,27 @@ fn supervisor(lab: &Lab) -> Result<()> {
     guest.end(&[&server])
 }
 
+/// Neither pager nor supervisor can do anything, and the former is not even dead.
+fn stopped(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = started(lab, &server.address)?;
+    let sent = work(&mut guest, 1.0)?;
+    let before = guest.status()?;
+    end(before.backend_pid, Signal::SIGSTOP)?;
+    guest.kill_backend()?;
+    let servers = [server.address.as_str()];
+    let wish = Wish {
+        servers: &servers,
+        ..wish()
+    };
+    guest.spawn_backend_again(lab, &wish)?;
+    wait_for_another(&guest, &before)?;
+    demand_sound(&guest.answer(sent)?)?;
+    guest.verify(0, FILLED)?;
+    guest.connect()?;
+    guest.end(&[&server])
+}
+
 /// A pager with a supervisor keeps no power of root's but, at most, that of locking memory.
 fn demand_confined(pid: u32) -> Result<()> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
@@ -160,16 +182,45 @@ fn both(lab: &Lab) -> Result<()> {
     guest.end(&[&server])
 }
 
+/// Polite replacements under load.
+const RESTARTS: usize = 30;
+
+/// The guest stands still for a moment, which is told.
 fn replaced(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
-    let mut guest = started(lab, &server.address)?;
+    let servers = [server.address.as_str()];
+    let wish = Wish {
+        servers: &servers,
+        ram_mib: &[256],
+        ..wish()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, FILLED)?;
     let sent = work(&mut guest, 3.0)?;
     let mut status = guest.status()?;
-    for _ in 0..5 {
+    let mut untouched = FILLED..guest.pages();
+    let mut stalls = Stalls::default();
+    for _ in 0..RESTARTS {
+        let before = status.backend_pid;
         guest.control()?.order(Request::Restart)?;
-        status = wait_for_another(&guest, &status)?;
+        let mut longest = Duration::ZERO;
+        while status.backend_pid == before || status.phase != Phase::Serving {
+            let page = untouched
+                .next()
+                .context("no more pages that nobody touched")?;
+            let asked = Instant::now();
+            guest.command(1, "touch", json!({"page": page, "pages": 1}))?;
+            longest = longest.max(asked.elapsed());
+            if let Ok(now) = guest.control().and_then(|mut control| control.status()) {
+                status = now;
+            }
+        }
+        stalls.0.push(longest);
         ensure!(status.takeovers == 0, "nobody died: {status:?}");
     }
+    println!(
+        "a backend replaced {RESTARTS} times when asked: the longest wait for a page was {stalls}"
+    );
     demand_sound(&guest.answer(sent)?)?;
     guest.verify(0, FILLED)?;
     ensure!(

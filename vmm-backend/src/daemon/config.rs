@@ -10,6 +10,7 @@ use outram_wire::incoming::Incoming;
 use outram_wire::seal::Seal;
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::{Limit, LocalRatio, PageSize, UnitError, VmId, format_size, parse_size};
+use outram_wire::verbs::Choice;
 use serde::Deserialize;
 
 use super::run_dir::STATE_DIR;
@@ -58,7 +59,7 @@ pub struct Flags {
     pub local: Option<u64>,
 
     /// A memory server; may be given several times [default: 'servers' of the configuration]
-    #[arg(long = "server", value_name = "HOST[:PORT]")]
+    #[arg(long = "server", value_name = "[tcp://|rdma://]HOST[:PORT]")]
     pub servers: Vec<ServerAddress>,
 
     /// User and group that QEMU runs as: owner of the vhost-user socket [default: our own]
@@ -96,6 +97,12 @@ pub struct Flags {
     /// Threads that handle faults, each of a part of the guest's RAM [default: 2]
     #[arg(long, value_name = "COUNT")]
     pub shards: Option<u32>,
+
+    /// RDMA device for servers reached by it: auto for that with the address they are reached from, off
+    /// for none, or its name, with a port and the index of a GID where it has several, such as
+    /// mlx5_0:1:3 [default: auto]
+    #[arg(long, value_name = "auto|off|DEVICE")]
+    pub rdma: Option<Choice>,
 
     /// Certificates of the CA that vouches for the memory servers
     #[arg(long, value_name = "FILE")]
@@ -141,6 +148,7 @@ struct File {
     metrics: Option<SocketAddr>,
     shards: Option<u32>,
     connect_timeout: Option<u64>,
+    rdma: Option<Choice>,
     allow_sysctl: bool,
 }
 
@@ -253,6 +261,8 @@ pub struct Config {
     pub tls: TlsFiles,
     /// How long to wait for QEMU.
     pub connect_timeout: Duration,
+    /// Which RDMA device may be used.
+    pub rdma: Choice,
     /// Whether `userfaultfd(2)` may be used.
     pub allow_sysctl: bool,
     /// The process that starts this one again where it dies.
@@ -321,6 +331,7 @@ impl Config {
                     .or(file.connect_timeout)
                     .unwrap_or(120),
             ),
+            rdma: flags.rdma.or(file.rdma).unwrap_or_default(),
             allow_sysctl: file.allow_sysctl,
             supervisor: flags.supervisor,
             takeovers: flags.takeovers,

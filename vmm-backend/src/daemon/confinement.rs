@@ -1,6 +1,7 @@
 //! What a pager gives up before it talks to anybody: every capability (but, where the host limits locked
 //! memory, that of locking more), every program but itself, every path but its own directory and what
-//! it has to read, and all ways to reach into other processes. What takes more than that its supervisor does for it ([`crate::handover::powers`]).
+//! it has to read, and all ways to reach into other processes. What takes more than that its supervisor
+//! does for it ([`crate::handover::powers`]).
 //!
 //! To be called while the process has one thread: all of it holds for a thread and what it starts.
 
@@ -35,7 +36,12 @@ const READABLE: &[&str] = &[
 ];
 
 /// Devices that are used.
-const DEVICES: &[&str] = &["/dev/userfaultfd", "/dev/null", "/dev/urandom"];
+const DEVICES: &[&str] = &[
+    "/dev/userfaultfd",
+    "/dev/null",
+    "/dev/urandom",
+    "/dev/infiniband",
+];
 
 /// Ways into other processes and into the kernel, and out of this program. Everything a pager does is
 /// among what is left.

@@ -8,13 +8,12 @@ use std::time::Duration;
 use anyhow::Context;
 use outram_wire::causes::with_causes;
 use outram_wire::control::{
-    CONTROL_VERSION, Envelope, FrameError, Reply, Request, read_frame, write_frame,
+    CONTROL_VERSION, Envelope, FrameError, Reply, Request, is_supervised, read_frame, write_frame,
 };
 
 use super::guest::Guest;
 use super::metrics;
 use super::stage::{Daemon, Stage};
-use super::supervisor::is_supervised;
 use crate::pager::Course;
 
 /// A client that takes longer to say or hear something is left.

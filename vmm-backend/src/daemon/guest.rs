@@ -62,6 +62,28 @@ struct Stuck {
 }
 
 impl Guest {
+    /// A guest whose memory is served. QEMU is connected, or was a moment ago and nothing is known to the
+    /// contrary.
+    fn new(
+        vmm: Arc<Vmm>,
+        way: Way,
+        pager: Arc<Pager>,
+        device: Device,
+        userfaultfds: Vec<RawFd>,
+    ) -> Self {
+        Self {
+            terminations: watch_terminations(&vmm),
+            vmm,
+            way,
+            pager,
+            device,
+            userfaultfds,
+            disconnected: Mutex::new(None),
+            let_go: AtomicBool::new(false),
+            stuck: Mutex::new(None),
+        }
+    }
+
     /// What happened since the start.
     pub(super) fn counters(&self) -> Counters {
         let device = self.device.counters();
@@ -297,17 +319,7 @@ impl GuestDoor {
         };
         let device = Device::new(device, Arc::clone(&pager) as _)
             .inspect_err(|_| undo(&pager, &vmm, &userfaultfds))?;
-        Ok(Some(Guest {
-            terminations: watch_terminations(&vmm),
-            vmm,
-            way,
-            pager,
-            device,
-            userfaultfds,
-            disconnected: Mutex::new(None),
-            let_go: AtomicBool::new(false),
-            stuck: Mutex::new(None),
-        }))
+        Ok(Some(Guest::new(vmm, way, pager, device, userfaultfds)))
     }
 }
 
@@ -337,18 +349,7 @@ pub(super) fn take_over_again(
     };
     let device = Device::new(device, Arc::clone(&pager) as _)?;
     tracing::info!(pid = vmm.pid, "memory taken over again");
-    Ok(Guest {
-        terminations: watch_terminations(&vmm),
-        vmm,
-        way,
-        pager,
-        device,
-        userfaultfds,
-        // It was connected until a moment ago, and nothing is known to the contrary.
-        disconnected: Mutex::new(None),
-        let_go: AtomicBool::new(false),
-        stuck: Mutex::new(None),
-    })
+    Ok(Guest::new(vmm, way, pager, device, userfaultfds))
 }
 
 /// From here on the guest is served, until it ends.

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use outram_wire::causes::with_causes;
 use serde::{Deserialize, Serialize};
 
-use super::run_dir::RunDir;
+use super::run_dir::{RunDir, parse_user};
 use super::termination;
 use crate::handover::powers::{self, Answer, Block, Errand};
 use crate::handover::{self, HandoverError, Options, Vmm};
@@ -41,11 +41,19 @@ pub(super) struct Lender {
 #[derive(Debug, thiserror::Error)]
 enum LendError {
     /// No VMM has come.
-    #[error("no VMM has connected yet")]
-    Unbound,
+    #[error(
+        "no VMM has connected to this backend, and none is written down in {0} (a guest that was started by an earlier build needs that build again)"
+    )]
+    Unbound(PathBuf),
     /// Another one than the guest's.
     #[error("process {0} is not this guest's VMM, which is process {1}")]
     Other(i32, i32),
+    /// Whoever the pager shows did not come as a VMM does.
+    #[error("what is shown is no connection to {0}, which is where this guest's VMM comes")]
+    Elsewhere(PathBuf),
+    /// Another user's process.
+    #[error("process {0} is of user {1}, this guest's VMM of '{2}'")]
+    User(i32, u32, String),
     /// The errand.
     #[error(transparent)]
     Handover(#[from] HandoverError),
@@ -194,15 +202,27 @@ impl Lender {
     /// The guest's VMM.
     fn vmm(&self) -> Result<Vmm, LendError> {
         let bound = *self.bound.lock().unwrap_or_else(PoisonError::into_inner);
-        let bound = bound.ok_or(LendError::Unbound)?;
+        let bound = bound.ok_or_else(|| LendError::Unbound(self.file.clone()))?;
         Ok(Vmm::reopen(bound.pid, bound.start_time)?)
     }
 
     /// Whoever is at the other end of this socket is the guest's VMM, unless that is another process.
-    /// Only the user that QEMU runs as can connect to it.
+    /// The pager is not believed: it could show a connection that it made to somebody, or a process of
+    /// root's that asked it something.
     fn bind(&self, socket: &UnixStream) -> Result<(), LendError> {
-        let pid = handover::peer(socket)?.pid;
-        let came = Vmm::open(pid)?;
+        let path = RunDir::at(&self.dir).vhost_socket();
+        if socket.local_addr()?.as_pathname() != Some(&path) {
+            return Err(LendError::Elsewhere(path));
+        }
+        let peer = handover::peer(socket)?;
+        if let Some(user) = &self.socket_user {
+            let (uid, _) =
+                parse_user(user).map_err(|error| LendError::Socket(format!("{error:#}")))?;
+            if uid != peer.uid {
+                return Err(LendError::User(peer.pid, peer.uid, user.clone()));
+            }
+        }
+        let came = Vmm::open(peer.pid)?;
         if let Ok(known) = self.vmm()
             && !known.has_ended()
             && (known.pid, known.start_time) != (came.pid, came.start_time)
@@ -238,4 +258,129 @@ fn one(descriptor: impl Into<OwnedFd>) -> Result<Brought, LendError> {
 fn blocks(found: Vec<handover::discover::RamBlock>) -> Brought {
     let (told, memfds) = found.into_iter().map(Block::split).unzip();
     (Answer::Blocks(told), memfds)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixListener;
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    /// Set where this program runs as a VMM: the socket that it connects to.
+    const SOCKET: &str = "OUTRAM_TEST_SOCKET";
+
+    /// A process that has connected to a socket, as QEMU does.
+    struct Visitor {
+        process: Child,
+        connection: UnixStream,
+    }
+
+    impl Visitor {
+        fn come(listener: &UnixListener) -> Self {
+            let path = listener.local_addr().expect("bound");
+            let process = Command::new(std::env::current_exe().expect("this program"))
+                .args(["--exact", "daemon::lender::tests::visitor"])
+                .env(SOCKET, path.as_pathname().expect("a path"))
+                .stdout(Stdio::null())
+                .spawn()
+                .expect("this program runs");
+            let (connection, _) = listener.accept().expect("it connects");
+            Self {
+                process,
+                connection,
+            }
+        }
+
+        fn shown(&self) -> Vec<OwnedFd> {
+            vec![self.connection.try_clone().expect("a duplicate").into()]
+        }
+    }
+
+    impl Drop for Visitor {
+        fn drop(&mut self) {
+            let _ = self.process.kill();
+            let _ = self.process.wait();
+        }
+    }
+
+    /// What a visitor runs; by itself it has nothing to do.
+    #[test]
+    fn visitor() {
+        if let Ok(path) = std::env::var(SOCKET) {
+            let mut connection = UnixStream::connect(path).expect("somebody listens");
+            let _ = connection.read(&mut [0]);
+        }
+    }
+
+    fn listen(dir: &Path) -> (UnixListener, Lender) {
+        let listener = UnixListener::bind(RunDir::at(dir).vhost_socket()).expect("bound");
+        (listener, Lender::new(dir, None))
+    }
+
+    fn maps(brought: Brought) -> String {
+        let descriptor = brought.1.into_iter().next().expect("a file");
+        std::io::read_to_string(fs::File::from(descriptor)).expect("readable")
+    }
+
+    fn maps_of(visitor: &Visitor) -> String {
+        let path = format!("/proc/{}/maps", visitor.process.id());
+        fs::read_to_string(path).expect("readable")
+    }
+
+    #[test]
+    fn errands_concern_the_vmm_that_came_first_and_no_other() {
+        let root = tempfile::tempdir().expect("a folder");
+        let dir = root.path().join("guest");
+        fs::create_dir(&dir).expect("made");
+        let (listener, lender) = listen(&dir);
+        let unbound = lender.run(Errand::Kill, Vec::new());
+        assert!(matches!(unbound, Err(LendError::Unbound(_))), "{unbound:?}");
+        let (first, second) = (Visitor::come(&listener), Visitor::come(&listener));
+        lender.run(Errand::Bind, first.shown()).expect("bound");
+        // Its supervisor may be another one by then.
+        for lender in [&lender, &Lender::new(&dir, None)] {
+            let refused = lender.run(Errand::Bind, second.shown());
+            assert!(matches!(refused, Err(LendError::Other(..))), "{refused:?}");
+            let brought = lender.run(Errand::Maps, Vec::new()).expect("brought");
+            let maps = maps(brought);
+            assert_eq!(maps, maps_of(&first));
+            assert_ne!(maps, maps_of(&second));
+        }
+        lender.run(Errand::Kill, Vec::new()).expect("killed");
+        let (mut first, mut second) = (first, second);
+        let status = first.process.wait().expect("ours");
+        assert!(!status.success(), "{status}");
+        assert!(second.process.try_wait().expect("ours").is_none());
+        let gone = lender.run(Errand::Maps, Vec::new());
+        assert!(gone.is_err_and(|error| error.is_gone()));
+        lender.run(Errand::Bind, second.shown()).expect("the next");
+    }
+
+    /// A pager in somebody's hands could connect to anybody, libvirtd for one, or have root's commands
+    /// connect to what it listens at.
+    #[test]
+    fn nobody_is_bound_who_did_not_come_as_a_vmm_does() {
+        let root = tempfile::tempdir().expect("a folder");
+        let dir = root.path().join("guest");
+        fs::create_dir(&dir).expect("made");
+        let (listener, lender) = listen(&dir);
+        let daemon = UnixListener::bind(root.path().join("daemon.sock")).expect("bound");
+        let address = daemon.local_addr().expect("bound");
+        let made = UnixStream::connect_addr(&address).expect("connected");
+        let asked = Visitor::come(&daemon);
+        for shown in [vec![made.into()], asked.shown()] {
+            let refused = lender.run(Errand::Bind, shown);
+            assert!(
+                matches!(refused, Err(LendError::Elsewhere(_))),
+                "{refused:?}"
+            );
+        }
+        let came = Visitor::come(&listener);
+        let other_user = Lender::new(&dir, Some("4294967294"));
+        let refused = other_user.run(Errand::Bind, came.shown());
+        assert!(matches!(refused, Err(LendError::User(..))), "{refused:?}");
+        lender.run(Errand::Bind, came.shown()).expect("bound");
+    }
 }

@@ -466,6 +466,7 @@ mod tests {
             address: "mem1:7741".to_owned(),
             connected: true,
             detail: None,
+            transport: None,
             slabs: 3,
             reserved_bytes: 1 << 30,
             stored_bytes: 4096,

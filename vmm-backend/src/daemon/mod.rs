@@ -193,6 +193,7 @@ fn serve(config: Config, powers: Powers, dir: &RunDir) -> anyhow::Result<()> {
         arrives: config.incoming == Some(Incoming::Migration),
         // One for each shard, one for write-back.
         data_connections: config.shards as usize + 1,
+        rdma: config.rdma.clone(),
         timing: Timing::default(),
     };
     if let Some(orphan) = Orphan::find(&dir.state(), config.vm, &powers)? {

@@ -69,9 +69,14 @@ impl RunDir {
         self.path.join("control.sock").exists() && self.state().join("record").exists()
     }
 
+    /// Where QEMU connects.
+    pub(super) fn vhost_socket(&self) -> PathBuf {
+        self.path.join("vhost.sock")
+    }
+
     /// Listens for QEMU.
     pub(super) fn listen_vhost(&self) -> anyhow::Result<UnixListener> {
-        listen(&self.path.join("vhost.sock"))
+        listen(&self.vhost_socket())
     }
 
     /// Makes the socket for QEMU that user's: nobody else may connect.
@@ -79,7 +84,7 @@ impl RunDir {
         let Some(user) = user else {
             return Ok(());
         };
-        let path = self.path.join("vhost.sock");
+        let path = self.vhost_socket();
         let (uid, gid) = parse_user(user)?;
         lchown(&path, Some(uid), gid)
             .with_context(|| format!("cannot give {} to {user}", path.display()))
@@ -147,7 +152,7 @@ fn remove_file(path: &Path) -> anyhow::Result<()> {
 }
 
 /// `USER[:GROUP]`, names or numbers; the group is left as it is where none is named.
-fn parse_user(text: &str) -> anyhow::Result<(u32, Option<u32>)> {
+pub(super) fn parse_user(text: &str) -> anyhow::Result<(u32, Option<u32>)> {
     let (user, group) = match text.split_once(':') {
         Some((user, group)) => (user, Some(group)),
         None => (text, None),

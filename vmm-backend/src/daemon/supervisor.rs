@@ -18,10 +18,13 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use outram_wire::control::{CONTROL_VERSION, Envelope, Reply, Request, read_frame, write_frame};
+use outram_wire::control::{
+    CONTROL_VERSION, Envelope, Reply, Request, connect, read_frame, write_frame,
+};
+use outram_wire::units::VmId;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::FlockOperation;
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -29,7 +32,7 @@ use super::config::{Config, Flags};
 use super::lender::Lender;
 use super::run_dir::RunDir;
 use super::{leave_reason, prepare, surroundings};
-use crate::handover::{Powers, powers};
+use crate::handover::{self, Powers, powers};
 use crate::pager::Orphan;
 
 /// The exit status of a pager that wants to be started again: sysexits' "temporary failure".
@@ -50,7 +53,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// How often the lock of a guest's directory is tried anew.
 const LOOKERS: u32 = 20;
 
-/// How long a pager that is at work already may take to say which process it is.
+/// How long a pager that is at work already may take to say that it ends.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// This program, as it is installed now and as it runs here.
@@ -135,8 +138,8 @@ pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCo
 
 impl Supervisor<'_> {
     fn run(&mut self) -> anyhow::Result<ExitCode> {
-        match pager_at_work(&self.dir) {
-            Some((pid, process)) => self.replace(pid, process)?,
+        match AtWork::find(&self.dir, self.flags.uuid) {
+            Some(pager) => self.replace(pager)?,
             None if self.has_ended() => {
                 tracing::info!("the guest has ended meanwhile");
                 return Ok(self.conclude(None));
@@ -170,7 +173,9 @@ impl Supervisor<'_> {
             self.pager = None;
             let code = status.and_then(|status| status.code());
             if code == Some(START_AGAIN) {
-                return Err(self.become_anew());
+                // Where that fails, the guest goes on with the program that runs.
+                let error = self.become_anew();
+                tracing::error!(%error, "the installed program cannot be started");
             }
             loop {
                 if !self.guest_lives() {
@@ -215,14 +220,16 @@ impl Supervisor<'_> {
     }
 
     /// Replaces a pager that another supervisor started: nobody runs its errands any more.
-    fn replace(&mut self, pid: Pid, process: OwnedFd) -> anyhow::Result<()> {
-        let number = pid.as_raw_nonzero();
-        tracing::warn!(pid = %number, "the supervisor had died: the pager that is at work is replaced");
-        if let Err(error) = ask(&self.dir, Request::Restart) {
-            tracing::warn!("{error:#}");
+    fn replace(&mut self, pager: AtWork) -> anyhow::Result<()> {
+        let pid = pager.pid.as_raw_nonzero();
+        tracing::warn!(%pid, "the supervisor had died: the pager that is at work is replaced");
+        if let Err(error) = ask_to_restart(pager.control) {
+            tracing::warn!("that pager is killed, for it does not end by itself: {error:#}");
+            pidfd_send_signal(&pager.process, Signal::KILL).context("killing the pager at work")?;
+            self.takeovers += 1;
         }
-        self.pager = Some(pid);
-        let sent = self.awaited.send(Awaited::Process(process));
+        self.pager = Some(pager.pid);
+        let sent = self.awaited.send(Awaited::Process(pager.process));
         sent.context("the thread that waits for the pager's end is gone")
     }
 
@@ -253,7 +260,11 @@ impl Supervisor<'_> {
     /// what is wrong, and nothing is touched.
     fn guest_lives(&self) -> bool {
         !matches!(
-            Orphan::find(&self.dir.join("state"), self.flags.uuid, &Powers::default()),
+            Orphan::find(
+                &RunDir::at(&self.dir).state(),
+                self.flags.uuid,
+                &Powers::default()
+            ),
             Ok(None)
         )
     }
@@ -267,7 +278,7 @@ impl Supervisor<'_> {
     fn conclude(&self, status: Option<ExitStatus>) -> ExitCode {
         let dir = RunDir::at(&self.dir);
         let was_served = dir.was_served();
-        Orphan::clear(&self.dir.join("state"));
+        Orphan::clear(&dir.state());
         self.lender.forget();
         match status.map(|status| (status, status.code())) {
             Some((status, None)) if !was_served => {
@@ -290,13 +301,11 @@ impl Supervisor<'_> {
     }
 
     /// Becomes the program that is installed now. Returns only where that fails.
-    fn become_anew(&self) -> anyhow::Error {
-        let error = Command::new(self.programs.choose(0))
+    fn become_anew(&self) -> io::Error {
+        Command::new(self.programs.choose(0))
             .args(std::env::args_os().skip(1))
             .env(TAKEOVERS, self.takeovers.to_string())
-            .exec();
-        // The pager would be missed more than the supervisor: systemd starts us again, or nobody.
-        anyhow::Error::new(error).context("starting this program anew")
+            .exec()
     }
 }
 
@@ -394,40 +403,56 @@ fn lock(dir: &Path) -> anyhow::Result<File> {
     }
 }
 
-/// Whether a supervisor is at work on the guest of this directory.
-pub(super) fn is_supervised(dir: &Path) -> bool {
-    let locked =
-        File::open(dir).map(|dir| rustix::fs::flock(&dir, FlockOperation::NonBlockingLockShared));
-    matches!(locked, Ok(Err(rustix::io::Errno::WOULDBLOCK)))
-}
-
-/// Asks a pager.
-fn ask(dir: &Path, request: Request) -> anyhow::Result<Reply> {
-    let mut stream = UnixStream::connect(dir.join("control.sock"))?;
-    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+/// Asks a pager to end, such that another is started.
+fn ask_to_restart(mut stream: UnixStream) -> anyhow::Result<()> {
     let envelope = Envelope {
         version: CONTROL_VERSION,
-        request,
+        request: Request::Restart,
     };
     write_frame(&mut stream, &envelope)?;
     match read_frame(&mut stream)?.context("the pager ended")? {
         Reply::Refused(reason) => Err(anyhow::Error::msg(reason)),
-        reply => Ok(reply),
+        _ => Ok(()),
     }
 }
 
-/// The pager that serves the guest already, if there is one.
-fn pager_at_work(dir: &Path) -> Option<(Pid, OwnedFd)> {
-    match ask(dir, Request::Status) {
-        Ok(Reply::Status(status)) => {
-            let pid = Pid::from_raw(i32::try_from(status.backend_pid).ok()?)?;
-            Some((pid, pidfd_open(pid, PidfdFlags::empty()).ok()?))
-        }
-        Ok(_) => None,
-        Err(error) => {
-            tracing::debug!("no pager is at work: {error:#}");
-            None
-        }
+/// A pager that another supervisor started.
+struct AtWork {
+    pid: Pid,
+    process: OwnedFd,
+    control: UnixStream,
+}
+
+impl AtWork {
+    /// The pager that serves the guest already, if there is one, whether or not it answers.
+    fn find(dir: &Path, vm: VmId) -> Option<Self> {
+        let control = connect(&dir.join("control.sock"), ANSWER_TIMEOUT);
+        let found = control.map_err(anyhow::Error::from).and_then(|control| {
+            let pid = Pid::from_raw(handover::peer(&control)?.pid).context("no process")?;
+            let process = pidfd_open(pid, PidfdFlags::empty())?;
+            // What listens there is of the pager's making. What a process was started as is not.
+            let number = pid.as_raw_nonzero();
+            let arguments = std::fs::read(format!("/proc/{number}/cmdline"))?;
+            anyhow::ensure!(
+                is_pager(&arguments, vm),
+                "process {number} is no pager of this guest"
+            );
+            Ok(Self {
+                pid,
+                process,
+                control,
+            })
+        });
+        found
+            .inspect_err(|error| tracing::debug!("no pager is at work: {error:#}"))
+            .ok()
     }
+}
+
+/// Whether these arguments, each ended by a zero, are those of a guest's pager.
+fn is_pager(arguments: &[u8], vm: VmId) -> bool {
+    let mut arguments = arguments.split(|&byte| byte == 0).skip(1);
+    let uuid = vm.to_string();
+    arguments.next() == Some(b"page")
+        && arguments.any(|argument| argument.ends_with(uuid.as_bytes()))
 }

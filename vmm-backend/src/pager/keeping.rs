@@ -127,6 +127,7 @@ impl Housekeeping {
                 self.writer.send(WriterEvent::LeaseRefused(server));
             }
             SessionEvent::Vacate { server, slab } => {
+                crash_points::pass(Point::VacateAsked);
                 let slab = SlabRef {
                     server,
                     slab: slab.0,

@@ -213,6 +213,7 @@ pub(super) fn server_status(session: &Session) -> ServerStatus {
         address: status.address.to_string(),
         connected: status.connected,
         detail: status.detail,
+        transport: status.transport,
         slabs: status.slabs,
         reserved_bytes: status.reserved_bytes,
         stored_bytes: 0,

@@ -1,22 +1,25 @@
 //! Making connections: control with TLS and greeting, data with a token.
 
 use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use outram_wire::causes::with_causes;
 use outram_wire::identity::Identity;
 use outram_wire::server::channel::{Channel, ChannelError, Received, prepare_socket};
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::data::{Admission, WELCOME_BYTES, decode_welcome, encode_hello};
 use outram_wire::server::{
     CONTROL_VERSIONS, ClientMessage, Hello, Purpose, Refusal, Reply, Request, ServerMessage, Token,
-    Welcome,
+    Transport, Welcome,
 };
 use outram_wire::tls::{self, Kind};
+use outram_wire::verbs::{Choice, VerbsError};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
+use super::verbs::Verbs;
 use super::{DataConn, RemoteConfig, RemoteError, ServerAddress, Timing};
 
 /// After so long without an answer from the server's machine the kernel gives a connection up.
@@ -29,6 +32,7 @@ pub(super) struct Dialer {
     pub(super) timing: Timing,
     identity: Arc<Identity<ClientConfig>>,
     name: ServerName<'static>,
+    rdma: Choice,
 }
 
 /// A control connection that was greeted.
@@ -37,6 +41,10 @@ pub(super) struct Greeted {
     pub(super) welcome: Welcome,
     /// When the greeting was sent: the lease runs from then, or later.
     pub(super) asked_at: BootTime,
+    /// Our address as the server sees it.
+    local: Option<IpAddr>,
+    /// RDMA, where data is to go over it.
+    pub(super) verbs: Option<Verbs>,
 }
 
 impl Dialer {
@@ -54,15 +62,43 @@ impl Dialer {
             timing: config.timing,
             identity: config.identity.clone(),
             name,
+            rdma: config.rdma.clone(),
         })
     }
 
+    /// Greets the server, and settles what a guest's data goes over: without `may_use_verbs` over TCP,
+    /// unless the address demands RDMA.
+    pub(super) fn control(
+        &self,
+        purpose: &Purpose,
+        may_use_verbs: bool,
+    ) -> Result<Greeted, RemoteError> {
+        let mut greeted = self.greet(purpose)?;
+        if !matches!(purpose, Purpose::Guest { .. }) {
+            return Ok(greeted);
+        }
+        match self.verbs(&greeted, may_use_verbs) {
+            Ok(verbs) => {
+                greeted.verbs = verbs;
+                Ok(greeted)
+            }
+            Err(error) => {
+                if !greeted.welcome.resumed {
+                    // Nothing is to stay behind on the server.
+                    let _ = self.say_goodbye(&mut greeted.channel, 0);
+                }
+                Err(error)
+            }
+        }
+    }
+
     /// Connects, shakes hands under the identity as its files are now, and says hello.
-    pub(super) fn control(&self, purpose: &Purpose) -> Result<Greeted, RemoteError> {
+    pub(super) fn greet(&self, purpose: &Purpose) -> Result<Greeted, RemoteError> {
         super::refresh(&self.identity);
         let identity = self.identity.current()?;
         let deadline = Instant::now() + self.timing.connect;
         let socket = self.socket(deadline)?;
+        let local = socket.local_addr();
         let mut channel = Channel::connect(socket, identity, self.name.clone(), deadline)
             .map_err(|source| self.control_error(source))?;
         tls::peer_name(channel.peer_certificates(), Kind::Server)?;
@@ -84,11 +120,43 @@ impl Dialer {
                     channel,
                     welcome,
                     asked_at,
+                    local: local.ok().map(|local| local.ip()),
+                    verbs: None,
                 })
             }
             ServerMessage::Refused(refusal) => Err(self.refused(refusal)),
             ServerMessage::Closing => Err(self.refused(Refusal::Closing)),
             other => Err(self.protocol(format!("{other:?} instead of a welcome"))),
+        }
+    }
+
+    /// RDMA, where both ends can and the address does not say TCP; an error only where it says RDMA.
+    fn verbs(&self, greeted: &Greeted, may_use: bool) -> Result<Option<Verbs>, RemoteError> {
+        let welcome = &greeted.welcome;
+        let is_demanded = match self.address.transport() {
+            Transport::Tcp => return Ok(None),
+            Transport::Auto if !may_use || !welcome.verbs => return Ok(None),
+            Transport::Auto => false,
+            Transport::Rdma => true,
+        };
+        let opened = match (welcome.verbs, greeted.local) {
+            (true, Some(local)) => Verbs::open(&self.rdma, local, welcome.slab_bytes),
+            (true, None) => {
+                let why = "the address that the server is reached from is not known";
+                Err(VerbsError::NoPort(why.to_owned()))
+            }
+            (false, _) => {
+                let why = "the server offers none to this host; its log says why";
+                Err(VerbsError::NoPort(why.to_owned()))
+            }
+        };
+        match opened {
+            Ok(verbs) => Ok(Some(verbs)),
+            Err(source) if is_demanded => Err(self.verbs_error(source)),
+            Err(error) => {
+                tracing::info!(server = %self.address, "pages go over TCP: {}", with_causes(&error));
+                Ok(None)
+            }
         }
     }
 
@@ -258,6 +326,13 @@ impl Dialer {
 
     pub(super) fn control_error(&self, source: ChannelError) -> RemoteError {
         RemoteError::Control {
+            server: self.address.clone(),
+            source,
+        }
+    }
+
+    pub(super) fn verbs_error(&self, source: VerbsError) -> RemoteError {
+        RemoteError::Verbs {
             server: self.address.clone(),
             source,
         }

@@ -1,24 +1,14 @@
-//! One data connection: requests go out with a single system call where the socket takes them,
-//! replies are parsed in place from one reused buffer.
+//! One data connection, whatever it goes over.
 
-use std::collections::HashMap;
-use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
-use outram_wire::server::data::{
-    self, DataError, MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES, Op, REPLY_BYTES, Status,
-};
+use outram_wire::server::data::DataError;
 use outram_wire::server::{Extent, SlabId};
 
+use super::tcp::TcpConn;
+use super::verbs::VerbsConn;
 use super::{RemoteError, ServerAddress};
-
-/// Most bytes that wait for the socket: two of the largest requests, so that one can be queued
-/// while the former is on its way.
-const MAX_QUEUED_BYTES: usize = 2 * (MAX_REQUEST_BYTES + MAX_PAYLOAD_BYTES);
-
-/// The receive buffer at first: many single pages. It grows to the largest reply that is awaited.
-const BUFFER_BYTES: usize = 256 * 1024;
 
 /// Why a request was not submitted.
 #[derive(Debug, thiserror::Error)]
@@ -58,99 +48,76 @@ pub enum ExtentError {
     },
 }
 
-/// What a reply must look like.
-struct Pending {
-    reply_payload_bytes: u32,
-    /// Slabs of the extents by index, to name the one at fault; few requests name more than one.
-    slabs: SlabNames,
-}
-
-/// The slab of each extent, without an allocation where all are in one slab.
-enum SlabNames {
-    Same(SlabId, usize),
-    Each(Vec<SlabId>),
-}
-
-impl SlabNames {
-    fn of(extents: &[Extent]) -> Self {
-        match extents {
-            [first, rest @ ..] if rest.iter().all(|extent| extent.slab == first.slab) => {
-                Self::Same(first.slab, extents.len())
-            }
-            _ => Self::Each(extents.iter().map(|extent| extent.slab).collect()),
-        }
-    }
-
-    fn get(&self, index: usize) -> Option<SlabId> {
-        match self {
-            Self::Same(slab, count) => (index < *count).then_some(*slab),
-            Self::Each(slabs) => slabs.get(index).copied(),
-        }
-    }
-}
-
 /// A data connection. Owned by one thread; never blocks.
 pub struct DataConn {
-    server: ServerAddress,
-    socket: TcpStream,
-    pending: HashMap<u64, Pending>,
-    frame: Vec<u8>,
-    queue: Vec<u8>,
-    queue_start: usize,
-    buffer: Vec<u8>,
-    start: usize,
-    end: usize,
-    sent_bytes: u64,
-    received_bytes: u64,
-    dead: bool,
+    carrier: Carrier,
     /// The greeting that it was opened after.
     pub(super) generation: u64,
+}
+
+enum Carrier {
+    Tcp(TcpConn),
+    Verbs(Box<VerbsConn>),
+}
+
+/// Calls the carrier's method of the same name.
+macro_rules! carried {
+    ($self:ident . $method:ident ( $($argument:expr),* )) => {
+        match &$self.carrier {
+            Carrier::Tcp(conn) => conn.$method($($argument),*),
+            Carrier::Verbs(conn) => conn.$method($($argument),*),
+        }
+    };
+    (mut $self:ident . $method:ident ( $($argument:expr),* )) => {
+        match &mut $self.carrier {
+            Carrier::Tcp(conn) => conn.$method($($argument),*),
+            Carrier::Verbs(conn) => conn.$method($($argument),*),
+        }
+    };
 }
 
 impl std::fmt::Debug for DataConn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DataConn")
-            .field("server", &self.server)
-            .field("pending", &self.pending.len())
-            .field("dead", &self.dead)
+            .field("rdma", &matches!(self.carrier, Carrier::Verbs(_)))
+            .field("pending", &self.pending())
+            .field("dead", &self.is_dead())
             .finish_non_exhaustive()
     }
 }
 
 impl AsFd for DataConn {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        carried!(self.as_fd())
     }
 }
 
 impl AsRawFd for DataConn {
     fn as_raw_fd(&self) -> RawFd {
-        self.socket.as_raw_fd()
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl From<VerbsConn> for DataConn {
+    fn from(conn: VerbsConn) -> Self {
+        Self {
+            carrier: Carrier::Verbs(Box::new(conn)),
+            generation: 0,
+        }
     }
 }
 
 impl DataConn {
-    /// Most memory that a connection's buffers take: a full queue and the largest reply. One that
-    /// reads single pages stays at [`DataConn::MEMORY_BYTES`].
-    pub const MEMORY_BYTES_MAX: usize = MAX_QUEUED_BYTES + MAX_PAYLOAD_BYTES + MAX_REQUEST_BYTES;
-    /// Memory that a connection's buffers take at first.
-    pub const MEMORY_BYTES: usize = BUFFER_BYTES + MAX_REQUEST_BYTES;
+    /// Most memory that a connection's buffers take: over TCP a full queue and the largest reply. One
+    /// that reads single pages stays at [`DataConn::MEMORY_BYTES`].
+    pub const MEMORY_BYTES_MAX: usize = TcpConn::MEMORY_BYTES_MAX;
+    /// Memory that a connection's buffers take at first, over TCP.
+    pub const MEMORY_BYTES: usize = TcpConn::MEMORY_BYTES;
 
     /// Takes a socket that the server has admitted and that does not block.
     pub(super) fn new(server: ServerAddress, socket: TcpStream) -> Self {
         Self {
-            server,
-            socket,
-            pending: HashMap::new(),
-            frame: Vec::with_capacity(MAX_REQUEST_BYTES),
-            queue: Vec::new(),
-            queue_start: 0,
-            buffer: vec![0; BUFFER_BYTES],
-            start: 0,
-            end: 0,
-            sent_bytes: 0,
-            received_bytes: 0,
-            dead: false,
+            carrier: Carrier::Tcp(TcpConn::new(server, socket)),
             generation: 0,
         }
     }
@@ -171,7 +138,7 @@ impl DataConn {
 
     /// Asks for the bytes of `extents`; the reply under `id` holds them one after the other.
     pub fn submit_read(&mut self, id: u64, extents: &[Extent]) -> Result<(), SubmitError> {
-        self.submit(Op::Read, id, extents, &[])
+        carried!(mut self.submit_read(id, extents))
     }
 
     /// Sends `payload`, whose pieces together are as long as `extents`, to be stored there.
@@ -181,112 +148,24 @@ impl DataConn {
         extents: &[Extent],
         payload: &[&[u8]],
     ) -> Result<(), SubmitError> {
-        self.submit(Op::Write, id, extents, payload)
-    }
-
-    fn submit(
-        &mut self,
-        op: Op,
-        id: u64,
-        extents: &[Extent],
-        payload: &[&[u8]],
-    ) -> Result<(), SubmitError> {
-        self.check_alive()?;
-        let total = data::check_extents(extents)?;
-        let payload_bytes: usize = payload.iter().map(|piece| piece.len()).sum();
-        if op == Op::Write && payload_bytes != total as usize {
-            return Err(SubmitError::Illegal(DataError::Payload {
-                payload_bytes: payload_bytes as u64,
-                expected_bytes: total.into(),
-            }));
-        }
-        if self.pending.contains_key(&id) {
-            return Err(SubmitError::IdInUse(id));
-        }
-        let frame_bytes = MAX_REQUEST_BYTES + payload_bytes;
-        if self.queued_bytes() + frame_bytes > MAX_QUEUED_BYTES {
-            return Err(SubmitError::QueueFull);
-        }
-        self.frame.clear();
-        data::encode_request(op, id, extents, &mut self.frame)?;
-        let pending = Pending {
-            reply_payload_bytes: if op == Op::Read { total } else { 0 },
-            slabs: SlabNames::of(extents),
-        };
-        self.pending.insert(id, pending);
-        self.send(payload).map_err(SubmitError::Dead)
-    }
-
-    /// Sends `self.frame` and the payload: what the socket takes at once, the rest is queued.
-    fn send(&mut self, payload: &[&[u8]]) -> Result<(), RemoteError> {
-        let mut sent = 0;
-        if self.queued_bytes() == 0 {
-            let written = if payload.is_empty() {
-                self.socket.write(&self.frame)
-            } else {
-                let head = std::iter::once(self.frame.as_slice());
-                let pieces = head.chain(payload.iter().copied());
-                let slices: Vec<IoSlice<'_>> = pieces.map(IoSlice::new).collect();
-                // Linux takes 1024 pieces at most; whatever is beyond is queued below.
-                self.socket
-                    .write_vectored(&slices[..slices.len().min(1024)])
-            };
-            sent = match written {
-                Ok(0) => return Err(self.die(io::ErrorKind::WriteZero.into())),
-                Ok(sent) => sent,
-                Err(error) if is_temporary(&error) => 0,
-                Err(error) => return Err(self.die(error)),
-            };
-            self.sent_bytes += sent as u64;
-        }
-        self.make_queue_room(payload, sent);
-        let mut skip = sent;
-        for piece in std::iter::once(self.frame.as_slice()).chain(payload.iter().copied()) {
-            let skipped = skip.min(piece.len());
-            skip -= skipped;
-            self.queue.extend_from_slice(&piece[skipped..]);
-        }
-        Ok(())
-    }
-
-    /// Room for what the socket did not take, and not more: a vector that doubles by itself would
-    /// take twice what is promised.
-    fn make_queue_room(&mut self, payload: &[&[u8]], sent: usize) {
-        self.queue.drain(..self.queue_start);
-        self.queue_start = 0;
-        let payload_bytes: usize = payload.iter().map(|piece| piece.len()).sum();
-        let rest = self.frame.len() + payload_bytes - sent;
-        self.queue.reserve_exact(rest);
+        carried!(mut self.submit_write(id, extents, payload))
     }
 
     /// Whether bytes wait for the socket to become writable: poll for that, then [`Self::flush`].
     pub fn wants_write(&self) -> bool {
-        !self.dead && self.queued_bytes() > 0
+        match &self.carrier {
+            Carrier::Tcp(conn) => conn.wants_write(),
+            // The device has whatever was submitted.
+            Carrier::Verbs(_) => false,
+        }
     }
 
     /// Sends what was queued, as far as the socket takes it.
     pub fn flush(&mut self) -> Result<(), RemoteError> {
-        self.check_alive()?;
-        while self.queued_bytes() > 0 {
-            match self.socket.write(&self.queue[self.queue_start..]) {
-                Ok(0) => return Err(self.die(io::ErrorKind::WriteZero.into())),
-                Ok(sent) => {
-                    self.queue_start += sent;
-                    self.sent_bytes += sent as u64;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if is_temporary(&error) => break,
-                Err(error) => return Err(self.die(error)),
-            }
+        match &mut self.carrier {
+            Carrier::Tcp(conn) => conn.flush(),
+            Carrier::Verbs(conn) => conn.check_alive(),
         }
-        if self.queued_bytes() == 0 {
-            self.queue.clear();
-            self.queue_start = 0;
-        } else if self.queue_start > self.queue.len() / 2 {
-            self.queue.drain(..self.queue_start);
-            self.queue_start = 0;
-        }
-        Ok(())
     }
 
     /// Takes what has arrived and calls `on_completion` once for each request that has ended: with
@@ -294,154 +173,36 @@ impl DataConn {
     /// not carry it out.
     pub fn receive(
         &mut self,
-        mut on_completion: impl FnMut(u64, Result<&mut [u8], ExtentError>),
+        on_completion: impl FnMut(u64, Result<&mut [u8], ExtentError>),
     ) -> Result<(), RemoteError> {
-        self.check_alive()?;
-        loop {
-            let room = self.make_room();
-            let read = match self.socket.read(&mut self.buffer[self.end..]) {
-                Ok(0) => return Err(self.die(io::ErrorKind::UnexpectedEof.into())),
-                Ok(read) => read,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) if is_temporary(&error) => return Ok(()),
-                Err(error) => return Err(self.die(error)),
-            };
-            self.end += read;
-            self.received_bytes += read as u64;
-            self.complete(&mut on_completion)?;
-            // A short read took all that had arrived; what comes now raises a new poll event.
-            if read < room {
-                return Ok(());
-            }
-        }
-    }
-
-    /// Completes the requests whose replies lie whole in the buffer.
-    fn complete(
-        &mut self,
-        on_completion: &mut impl FnMut(u64, Result<&mut [u8], ExtentError>),
-    ) -> Result<(), RemoteError> {
-        while let Some(head) = self.buffer[self.start..self.end].first_chunk::<REPLY_BYTES>() {
-            let header = data::decode_reply(head).map_err(|source| {
-                self.dead = true;
-                RemoteError::Frame {
-                    server: self.server.clone(),
-                    source,
-                }
-            })?;
-            let Some(pending) = self.pending.get(&header.id) else {
-                return Err(self.broken(format!("a reply to request {}, never made", header.id)));
-            };
-            let payload_bytes = header.payload_bytes as usize;
-            let extent = usize::from(header.extent);
-            let outcome = match (header.status, pending.slabs.get(extent)) {
-                (Status::Done, _) if header.payload_bytes == pending.reply_payload_bytes => Ok(()),
-                (Status::NotLeased, Some(slab)) if payload_bytes == 0 => {
-                    Err(ExtentError::NotLeased {
-                        index: extent,
-                        slab,
-                    })
-                }
-                (Status::OutOfRange, Some(slab)) if payload_bytes == 0 => {
-                    Err(ExtentError::OutOfRange {
-                        index: extent,
-                        slab,
-                    })
-                }
-                _ => return Err(self.broken(format!("{header:?} does not fit its request"))),
-            };
-            let payload_start = self.start + REPLY_BYTES;
-            let payload_end = payload_start + payload_bytes;
-            if payload_end > self.end {
-                break;
-            }
-            self.pending.remove(&header.id);
-            self.start = payload_end;
-            let payload = &mut self.buffer[payload_start..payload_end];
-            on_completion(header.id, outcome.map(|()| payload));
-        }
-        Ok(())
-    }
-
-    /// Moves an incomplete reply to the buffer's start and grows the buffer to hold all of it;
-    /// returns the bytes free behind it, at least one.
-    fn make_room(&mut self) -> usize {
-        if self.start > 0 {
-            self.buffer.copy_within(self.start..self.end, 0);
-            self.end -= self.start;
-            self.start = 0;
-        }
-        let awaited = match self.buffer[..self.end].first_chunk::<REPLY_BYTES>() {
-            Some(head) => data::decode_reply(head).map_or(0, |header| header.payload_bytes),
-            None => 0,
-        };
-        let needed = REPLY_BYTES + awaited as usize;
-        if self.buffer.len() < needed {
-            self.buffer.reserve_exact(needed - self.buffer.len());
-            self.buffer.resize(needed, 0);
-        }
-        self.buffer.len() - self.end
+        carried!(mut self.receive(on_completion))
     }
 
     /// Requests in flight.
     pub fn pending(&self) -> usize {
-        self.pending.len()
+        carried!(self.pending())
     }
 
     /// Ids of the requests in flight, in no order: to be submitted again once this one is dead.
-    pub fn pending_ids(&self) -> impl Iterator<Item = u64> + '_ {
-        self.pending.keys().copied()
+    pub fn pending_ids(&self) -> Box<dyn Iterator<Item = u64> + '_> {
+        match &self.carrier {
+            Carrier::Tcp(conn) => Box::new(conn.pending_ids()),
+            Carrier::Verbs(conn) => Box::new(conn.pending_ids()),
+        }
     }
 
-    /// Bytes sent so far, with framing.
+    /// Bytes sent so far; over TCP with framing.
     pub fn sent_bytes(&self) -> u64 {
-        self.sent_bytes
+        carried!(self.sent_bytes())
     }
 
-    /// Bytes received so far, with framing.
+    /// Bytes received so far; over TCP with framing.
     pub fn received_bytes(&self) -> u64 {
-        self.received_bytes
+        carried!(self.received_bytes())
     }
 
     /// Whether an error has ended the connection.
     pub fn is_dead(&self) -> bool {
-        self.dead
+        carried!(self.is_dead())
     }
-
-    fn queued_bytes(&self) -> usize {
-        self.queue.len() - self.queue_start
-    }
-
-    fn check_alive(&self) -> Result<(), RemoteError> {
-        if self.dead {
-            return Err(RemoteError::Data {
-                server: self.server.clone(),
-                source: io::ErrorKind::NotConnected.into(),
-            });
-        }
-        Ok(())
-    }
-
-    fn die(&mut self, source: io::Error) -> RemoteError {
-        self.dead = true;
-        RemoteError::Data {
-            server: self.server.clone(),
-            source,
-        }
-    }
-
-    fn broken(&mut self, what: String) -> RemoteError {
-        self.dead = true;
-        RemoteError::Protocol {
-            server: self.server.clone(),
-            what,
-        }
-    }
-}
-
-fn is_temporary(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-    )
 }

@@ -77,6 +77,14 @@ pub enum RemoteError {
         /// What was found.
         source: outram_wire::server::data::DataError,
     },
+    /// RDMA is demanded, and cannot be had; or it failed.
+    #[error("memory server {server}: RDMA fails")]
+    Verbs {
+        /// Which.
+        server: ServerAddress,
+        /// Why.
+        source: outram_wire::verbs::VerbsError,
+    },
     /// There is no connection at the moment.
     #[error("memory server {0} is out of reach at the moment; it is being tried again")]
     Disconnected(ServerAddress),

@@ -3,16 +3,23 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Sender, TrySendError};
 use outram_wire::server::channel::Channel;
 use outram_wire::server::clock::BootTime;
-use outram_wire::server::{ClientMessage, Refusal, Reply, Request, ServerMessage, SlabId, Token};
+use outram_wire::server::{
+    ClientMessage, Refusal, Reply, Request, ServerMessage, SlabId, Transport,
+};
 
 use super::keeper::{Keeper, LinkEnd, jittered};
-use super::opener::Opening;
+use super::opener::{Agreed, Opening};
+use super::verbs::{Half, Other, Verbs};
 use super::{RemoteError, SessionEvent};
+
+/// Where RDMA has failed and TCP will do, RDMA is not tried for so long: whoever mends it has no need
+/// of it within the minute, and nobody's pages wait for it again and again.
+const VERBS_PAUSE: Duration = Duration::from_secs(60);
 
 /// What an answer is awaited for.
 pub(super) enum Asked {
@@ -21,6 +28,9 @@ pub(super) enum Asked {
     Lease,
     Release(SlabId),
     DataToken(usize),
+    /// What a slab is called over RDMA; whether the owner waits for the slab.
+    Key(SlabId, bool),
+    QueuePair(usize, Box<Half>),
 }
 
 /// A request on its way.
@@ -37,6 +47,8 @@ pub(super) struct Link {
     pub(super) next_id: u64,
     pub(super) in_flight: VecDeque<InFlight>,
     pub(super) renew_at: Instant,
+    /// RDMA, where data goes over it.
+    pub(super) verbs: Option<Verbs>,
 }
 
 impl Keeper {
@@ -47,6 +59,8 @@ impl Keeper {
             Asked::Lease => Request::Lease,
             Asked::Release(slab) => Request::Release { slab: *slab },
             Asked::DataToken(_) => Request::DataToken,
+            Asked::Key(slab, _) => Request::Key { slab: *slab },
+            Asked::QueuePair(_, half) => Request::QueuePair { end: half.end() },
         };
         let id = link.next_id;
         link.next_id += 1;
@@ -71,7 +85,7 @@ impl Keeper {
                     if let Some(next) = link.in_flight.front_mut() {
                         next.answer_by = Instant::now() + self.dialer.timing.answer;
                     }
-                    self.take_reply(in_flight, reply)
+                    self.take_reply(link, in_flight, reply)
                 }
                 _ => Err(self.broken(format!("a reply to request {id} out of order"))),
             },
@@ -86,7 +100,12 @@ impl Keeper {
         }
     }
 
-    fn take_reply(&mut self, in_flight: InFlight, reply: Reply) -> Result<(), LinkEnd> {
+    fn take_reply(
+        &mut self,
+        link: &mut Link,
+        in_flight: InFlight,
+        reply: Reply,
+    ) -> Result<(), LinkEnd> {
         if reply == Reply::Refused(Refusal::SessionEnded) {
             return Err(LinkEnd::Failed(self.dialer.refused(Refusal::SessionEnded)));
         }
@@ -97,7 +116,10 @@ impl Keeper {
                 self.releasing.remove(&slab);
                 Ok(())
             }
-            (Asked::Lease, Reply::Leased { slab }) => self.take_lease(slab),
+            (Asked::Lease, Reply::Leased { slab }) => {
+                self.take_lease(link, slab)?;
+                self.advance_verbs(link)
+            }
             (Asked::Lease, Reply::Refused(reason)) => {
                 self.leases_wanted = self.leases_wanted.saturating_sub(1);
                 // The server may have less for us than it once said: after it asked slabs back.
@@ -123,7 +145,7 @@ impl Keeper {
                 Ok(())
             }
             (Asked::DataToken(role), Reply::DataToken { token }) => {
-                self.open(role, token);
+                self.open(role, Agreed::Token(token));
                 Ok(())
             }
             (Asked::DataToken(role), Reply::Refused(refusal)) => {
@@ -132,14 +154,96 @@ impl Keeper {
                 self.retry_role(role);
                 Ok(())
             }
+            (Asked::Key(slab, is_awaited), reply) => self.take_key(link, slab, is_awaited, reply),
+            (Asked::QueuePair(role, half), Reply::QueuePair { end, probe, proof }) => {
+                let other = Other { end, probe, proof };
+                self.open(role, Agreed::Pair(half, other));
+                Ok(())
+            }
+            (Asked::QueuePair(..), Reply::Refused(refusal)) => {
+                Err(self.lose_verbs(self.dialer.refused(refusal)))
+            }
             (_, reply) => Err(self.broken(format!("{reply:?} to a request of another kind"))),
         }
     }
 
-    fn open(&mut self, role: usize, token: Token) {
+    fn take_key(
+        &mut self,
+        link: &mut Link,
+        slab: SlabId,
+        is_awaited: bool,
+        reply: Reply,
+    ) -> Result<(), LinkEnd> {
+        let Some(verbs) = &mut link.verbs else {
+            return Err(self.broken(format!("{reply:?} without RDMA")));
+        };
+        verbs.is_asking = false;
+        let was_released = !is_awaited && !self.held.contains(&slab);
+        match reply {
+            Reply::Key { remote } if !verbs.holds(remote) => {
+                return Err(self.broken(format!("slab {slab} at an impossible address")));
+            }
+            Reply::Key { remote } => {
+                if !was_released {
+                    verbs.keys.insert(slab, remote);
+                }
+                if is_awaited {
+                    self.tell_leased(slab)?;
+                }
+            }
+            Reply::Refused(Refusal::NotLeased { .. }) if was_released => {}
+            Reply::Refused(refusal) => {
+                return Err(self.lose_verbs(self.dialer.refused(refusal)));
+            }
+            reply => return Err(self.broken(format!("{reply:?} to a request for a key"))),
+        }
+        self.advance_verbs(link)
+    }
+
+    /// Asks for the next slab's key; for the queue pairs once every slab that is held has one.
+    pub(super) fn advance_verbs(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
+        let Some(verbs) = &mut link.verbs else {
+            return Ok(());
+        };
+        if verbs.is_asking {
+            return Ok(());
+        }
+        if let Some((slab, is_awaited)) = verbs.unnamed.pop_front() {
+            verbs.is_asking = true;
+            return self.ask(link, Asked::Key(slab, is_awaited));
+        }
+        if !verbs.is_open {
+            verbs.is_open = true;
+            for role in 0..self.roles {
+                self.ask_role(link, role)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks for a data connection.
+    pub(super) fn ask_role(&mut self, link: &mut Link, role: usize) -> Result<(), LinkEnd> {
+        let Some(verbs) = &link.verbs else {
+            return self.ask(link, Asked::DataToken(role));
+        };
+        match verbs.new_pair() {
+            Ok(half) => self.ask(link, Asked::QueuePair(role, Box::new(half))),
+            Err(source) => Err(self.lose_verbs(self.dialer.verbs_error(source))),
+        }
+    }
+
+    /// RDMA is of no use: all is made anew, over TCP for a while where that will do.
+    pub(super) fn lose_verbs(&mut self, error: RemoteError) -> LinkEnd {
+        if self.dialer.address.transport() == Transport::Auto {
+            self.no_verbs_until = Some(Instant::now() + VERBS_PAUSE);
+        }
+        LinkEnd::Failed(error)
+    }
+
+    fn open(&mut self, role: usize, agreed: Agreed) {
         let opening = Opening {
             role,
-            token,
+            agreed,
             generation: self.generation.load(Ordering::Acquire),
         };
         let sent = self
@@ -158,7 +262,19 @@ impl Keeper {
         }
     }
 
-    pub(super) fn take_lease(&mut self, slab: SlabId) -> Result<(), LinkEnd> {
+    /// Takes a lease that was wanted. Over RDMA the owner is told once the slab has its key; until then
+    /// it counts as not answered, so that one lost with the connection is found again.
+    pub(super) fn take_lease(&mut self, link: &mut Link, slab: SlabId) -> Result<(), LinkEnd> {
+        match &mut link.verbs {
+            Some(verbs) => {
+                verbs.unnamed.push_back((slab, true));
+                Ok(())
+            }
+            None => self.tell_leased(slab),
+        }
+    }
+
+    fn tell_leased(&mut self, slab: SlabId) -> Result<(), LinkEnd> {
         self.leases_wanted = self.leases_wanted.saturating_sub(1);
         self.held.insert(slab);
         self.show(|_| {});

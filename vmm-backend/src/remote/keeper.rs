@@ -20,11 +20,16 @@ use super::opener::{Opener, Opening};
 use super::session::{Former, Order, Orders, SessionStatus, Shared};
 use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
 
+/// An owner that listens no more gives its last order within so long: it only ends its threads first.
+const LAST_ORDER: Duration = Duration::from_secs(30);
+
 /// Why the keeper stops serving a link.
 pub(super) enum LinkEnd {
     Failed(RemoteError),
-    /// The owner is gone, or the session was closed.
+    /// The owner left, or the session was closed.
     Over,
+    /// The owner listens no more: it closes the session, or leaves it, or is gone.
+    Unheard,
 }
 
 pub(super) struct Keeper {
@@ -48,6 +53,8 @@ pub(super) struct Keeper {
     /// Roles whose connection is to be tried again, and when.
     pub(super) retry_roles: Vec<(Instant, usize)>,
     pub(super) first: Option<Greeted>,
+    /// RDMA failed where TCP would do: until then it is TCP.
+    pub(super) no_verbs_until: Option<Instant>,
 }
 
 impl Keeper {
@@ -61,7 +68,7 @@ impl Keeper {
         waker: EventFd,
     ) -> Result<Self, RemoteError> {
         let dialer = Dialer::new(config, server)?;
-        let mut greeted = dialer.control(&purpose)?;
+        let mut greeted = dialer.control(&purpose, true)?;
         // A claimed disk keeps what was set aside for it.
         let reserve_bytes = match greeted.welcome.disk {
             Some(_) => reserve_bytes.max(greeted.welcome.reserved_bytes),
@@ -74,6 +81,7 @@ impl Keeper {
             address: dialer.address.clone(),
             connected: false,
             detail: None,
+            transport: None,
             instance: welcome.instance,
             slab_bytes: welcome.slab_bytes,
             slabs: 0,
@@ -101,6 +109,7 @@ impl Keeper {
             openings: None,
             retry_roles: Vec::new(),
             first: Some(greeted),
+            no_verbs_until: None,
             dialer,
         })
     }
@@ -121,6 +130,7 @@ impl Keeper {
             address: dialer.address.clone(),
             connected: false,
             detail: None,
+            transport: None,
             instance,
             slab_bytes: 0,
             slabs: former.held.len() as u64,
@@ -147,6 +157,7 @@ impl Keeper {
             openings: None,
             retry_roles: Vec::new(),
             first: None,
+            no_verbs_until: None,
             dialer,
         })
     }
@@ -174,6 +185,11 @@ impl Keeper {
                 pause = self.dialer.timing.retry_min;
                 match self.serve(greeted, orders) {
                     LinkEnd::Over => return,
+                    LinkEnd::Unheard => {
+                        // Which of these it is, its last order tells.
+                        self.wait_out(LAST_ORDER, orders);
+                        return;
+                    }
                     LinkEnd::Failed(error) => self.tell_down(error),
                 }
             }
@@ -182,7 +198,10 @@ impl Keeper {
             }
             let timing = &self.dialer.timing;
             pause = (pause * 2).clamp(timing.retry_min, timing.retry_max);
-            match self.dialer.control(&self.purpose) {
+            let may_use_verbs = self
+                .no_verbs_until
+                .is_none_or(|until| until <= Instant::now());
+            match self.dialer.control(&self.purpose, may_use_verbs) {
                 Ok(fresh) => {
                     self.shared.status().reconnections += 1;
                     greeted = Some(fresh);
@@ -250,6 +269,7 @@ impl Keeper {
             next_id: 1,
             in_flight: VecDeque::new(),
             renew_at: now,
+            verbs: greeted.verbs,
         };
         self.lease = Duration::from_millis(welcome.lease_timeout_ms);
         self.note_lease(greeted.asked_at);
@@ -270,9 +290,14 @@ impl Keeper {
                 slabs: lost,
             })?;
         }
+        let transport = link.verbs.as_ref().map_or_else(
+            || "TCP".to_owned(),
+            |verbs| format!("RDMA ({})", verbs.port().device),
+        );
         self.show(|status| {
             status.connected = true;
             status.detail = None;
+            status.transport = Some(transport);
             status.instance = welcome.instance;
             status.slab_bytes = welcome.slab_bytes;
             status.reserved_bytes = welcome.reserved_bytes;
@@ -290,9 +315,11 @@ impl Keeper {
     /// Asks again for all that the former connection left open.
     fn resume(&mut self, link: &mut Link, unknown: Vec<SlabId>) -> Result<(), LinkEnd> {
         // The answer to these leases was lost with the former connection.
-        for slab in unknown {
-            if self.leases_wanted > 0 {
-                self.take_lease(slab)?;
+        let found = unknown.len().min(self.leases_wanted);
+        let still_wanted = self.leases_wanted - found;
+        for (index, slab) in unknown.into_iter().enumerate() {
+            if index < found {
+                self.take_lease(link, slab)?;
             } else {
                 self.releasing.insert(slab);
             }
@@ -301,11 +328,17 @@ impl Keeper {
         for slab in self.releasing.clone() {
             self.ask(link, Asked::Release(slab))?;
         }
-        for _ in 0..self.leases_wanted {
+        for _ in 0..still_wanted {
             self.ask(link, Asked::Lease)?;
         }
+        if let Some(verbs) = &mut link.verbs {
+            verbs
+                .unnamed
+                .extend(self.held.iter().map(|slab| (*slab, false)));
+            return self.advance_verbs(link);
+        }
         for role in 0..self.roles {
-            self.ask(link, Asked::DataToken(role))?;
+            self.ask_role(link, role)?;
         }
         Ok(())
     }
@@ -318,6 +351,9 @@ impl Keeper {
             }
             Order::Release(slab) => {
                 self.note_release(slab);
+                if let Some(verbs) = &link.verbs {
+                    verbs.keys.remove(slab);
+                }
                 self.ask(link, Asked::Release(slab))
             }
             Order::Reserve(bytes, answer) => self.ask(link, Asked::Reserve(bytes, Some(answer))),
@@ -328,6 +364,9 @@ impl Keeper {
             }
             Order::DataFailed(role, generation, error) if self.is_current(generation) => {
                 tracing::warn!(role, "{}", with_causes(&error));
+                if link.verbs.is_some() {
+                    return Err(self.lose_verbs(error));
+                }
                 self.show(|status| status.detail = Some(with_causes(&error)));
                 self.retry_role(role);
                 Ok(())
@@ -366,7 +405,7 @@ impl Keeper {
         self.retry_roles = later;
         let due: Vec<(Instant, usize)> = due;
         for (_, role) in due {
-            self.ask(link, Asked::DataToken(role))?;
+            self.ask_role(link, role)?;
         }
         Ok(())
     }
@@ -385,7 +424,7 @@ impl Keeper {
                 // Every role gets a connection after the next greeting anyway.
                 Ok(Order::DataLost(_) | Order::DataFailed(..)) => {}
                 Ok(Order::Close(answer)) => {
-                    let greeted = self.dialer.control(&self.purpose);
+                    let greeted = self.dialer.greet(&self.purpose);
                     let ended = greeted
                         .and_then(|mut greeted| self.dialer.say_goodbye(&mut greeted.channel, 1));
                     let _ = answer.send(ended);
@@ -405,7 +444,7 @@ impl Keeper {
 
     pub(super) fn tell(&self, event: SessionEvent) -> Result<(), LinkEnd> {
         // Without an owner there is no session; the lease keeps the slabs for a successor.
-        self.events.send(event).map_err(|_| LinkEnd::Over)
+        self.events.send(event).map_err(|_| LinkEnd::Unheard)
     }
 
     fn tell_down(&self, error: RemoteError) {

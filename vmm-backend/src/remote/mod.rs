@@ -8,6 +8,9 @@
 //! by itself. After an error a data connection is dead; what was in flight on it may or may not
 //! have happened, and is its owner's to submit again on the next one. The server admits a new
 //! session's connections only after every older one has ended, so no old write lands later.
+//!
+//! Data goes over RDMA where both ends have a device for it and the address does not say otherwise, and
+//! over TCP elsewhere: which it is, is settled at each greeting, for all connections that follow it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,6 +18,7 @@ use std::time::Duration;
 use outram_wire::identity::{Change, Identity};
 use outram_wire::server::{DiskId, InstanceId, Opening, Refusal, SessionSecret, SlabId};
 use outram_wire::units::VmId;
+use outram_wire::verbs::Choice;
 use rustls::ClientConfig;
 
 mod connect;
@@ -26,8 +30,10 @@ mod opener;
 mod session;
 #[cfg(test)]
 mod session_tests;
+mod tcp;
 #[cfg(test)]
 pub(crate) mod test_server;
+mod verbs;
 
 pub use connection::{DataConn, ExtentError, SubmitError};
 pub use error::RemoteError;
@@ -50,6 +56,8 @@ pub struct RemoteConfig {
     pub arrives: bool,
     /// Data connections to each server; their roles are 0 up to this.
     pub data_connections: usize,
+    /// Which RDMA device may be used.
+    pub rdma: Choice,
     /// Times.
     pub timing: Timing,
 }

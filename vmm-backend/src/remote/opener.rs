@@ -1,5 +1,5 @@
-//! The thread that turns tokens into data connections, beside the control connection: so that a
-//! connection which is slow to come up keeps no renewal waiting.
+//! The thread that makes data connections of what was agreed for them, beside the control connection:
+//! so that a connection which is slow to come up keeps no renewal waiting.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,16 +8,25 @@ use std::{io, thread};
 use crossbeam_channel::{Receiver, Sender, bounded};
 use outram_wire::server::Token;
 
-use super::SessionEvent;
 use super::connect::Dialer;
 use super::session::{Order, Orders};
+use super::verbs::{Half, Other};
+use super::{DataConn, RemoteError, SessionEvent};
 
-/// A token to be turned into a connection.
+/// A connection that is to be made.
 pub(super) struct Opening {
     pub(super) role: usize,
-    pub(super) token: Token,
+    pub(super) agreed: Agreed,
     /// The greeting that it was obtained after.
     pub(super) generation: u64,
+}
+
+/// What was agreed for a connection.
+pub(super) enum Agreed {
+    /// TCP, with this token.
+    Token(Token),
+    /// RDMA, with these ends of a queue pair.
+    Pair(Box<Half>, Other),
 }
 
 pub(super) struct Opener {
@@ -30,7 +39,7 @@ pub(super) struct Opener {
 }
 
 impl Opener {
-    /// Runs until the sender returned is dropped; at most `queued` tokens wait.
+    /// Runs until the sender returned is dropped; at most `queued` openings wait.
     pub(super) fn start(self, queued: usize) -> io::Result<Sender<Opening>> {
         let (sender, openings) = bounded(queued);
         thread::Builder::new()
@@ -45,7 +54,7 @@ impl Opener {
                 continue;
             }
             let (server, role) = (self.server, opening.role);
-            let told = match self.dialer.data(&opening.token) {
+            let told = match self.open(opening.agreed) {
                 Ok(mut conn) => {
                     conn.generation = opening.generation;
                     let event = SessionEvent::DataConnection { server, role, conn };
@@ -57,6 +66,16 @@ impl Opener {
             };
             if !told {
                 return;
+            }
+        }
+    }
+
+    fn open(&self, agreed: Agreed) -> Result<DataConn, RemoteError> {
+        match agreed {
+            Agreed::Token(token) => self.dialer.data(&token),
+            Agreed::Pair(half, other) => {
+                let conn = half.join(self.dialer.address.clone(), &other)?;
+                Ok(conn.into())
             }
         }
     }

@@ -22,6 +22,8 @@ pub struct SessionStatus {
     pub connected: bool,
     /// The last error, in words, while something is wrong.
     pub detail: Option<String>,
+    /// What pages go over, in words, once that is settled.
+    pub transport: Option<String>,
     /// The server's life that was last seen.
     pub instance: InstanceId,
     /// Bytes of its slabs.

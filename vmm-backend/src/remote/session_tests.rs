@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, unbounded};
 use outram_memserver::{Config, Server};
+use outram_wire::causes::with_causes;
 use outram_wire::pki::{self, Order};
 use outram_wire::server::{Refusal, SessionSecret, SlabId};
 use outram_wire::tls::{Kind, TlsError, TlsFiles};
@@ -329,6 +330,55 @@ fn a_dead_data_connection_is_replaced_behind_a_fence() {
     assert!(owner.session.status().connected);
     assert_eq!(owner.session.status().reconnections, 1);
     assert_ne!(owner.conns[&0].generation(), dead.generation());
+}
+
+/// A slab that arrives when nobody listens any more is given back with the others.
+#[test]
+fn what_comes_while_the_owner_goes_is_given_back() {
+    let pki = Pki::new();
+    let server = serve(&pki, anywhere(), |_| {});
+    let config = config(server.local_addr(), pki.client.clone());
+    let mut owner = Owner::start(&config, 1).expect("a session");
+    owner.connected();
+    let Owner {
+        session, events, ..
+    } = owner;
+    drop(events);
+    session.request_slab();
+    while server.stats().leased_bytes == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(50));
+    session.close(PATIENCE).expect("the server confirms it");
+    assert_eq!(server.stats().leased_bytes, 0);
+    assert!(server.stats().clients.is_empty());
+}
+
+#[test]
+fn rdma_that_is_demanded_and_not_to_be_had_is_refused_at_once() {
+    let pki = Pki::new();
+    let server = serve(&pki, anywhere(), |config| config.rdma = Choice::Off);
+    let mut config = config(server.local_addr(), pki.client.clone());
+    config.addresses = vec![
+        format!("rdma://{}", server.local_addr())
+            .parse()
+            .expect("legal"),
+    ];
+    let error = Owner::start(&config, 1).err().expect("it is refused");
+    let words = with_causes(&error);
+    assert!(
+        words.contains("RDMA fails") && words.contains("offers none"),
+        "{words}"
+    );
+    assert!(server.stats().clients.is_empty(), "nothing stays behind");
+    config.addresses = vec![
+        format!("tcp://{}", server.local_addr())
+            .parse()
+            .expect("legal"),
+    ];
+    let mut owner = Owner::start(&config, 1).expect("a session");
+    owner.connected();
+    assert_eq!(owner.session.status().transport.as_deref(), Some("TCP"));
 }
 
 #[test]

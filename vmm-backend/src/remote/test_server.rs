@@ -69,6 +69,7 @@ pub(crate) fn config(address: SocketAddr, tls: impl Into<TlsFiles>) -> RemoteCon
         secret: SessionSecret([7; 32]),
         arrives: false,
         data_connections: 2,
+        rdma: outram_wire::verbs::Choice::Auto,
         timing: Timing {
             renew: Duration::from_millis(50),
             retry_min: Duration::from_millis(10),

@@ -52,6 +52,8 @@ pub(crate) const POINTS: &[Point] = &[
     Point::UnprotectMarked,
     Point::Unprotected,
     Point::DiscardApplied,
+    Point::MoveStaged,
+    Point::MoveMarked,
 ];
 
 /// What a backend writes down, for its successor.
@@ -100,7 +102,7 @@ impl Simulation {
         if self.calm || !self.chance(self.mortality) {
             return self.act(action);
         }
-        let point = POINTS[self.roll(POINTS.len() as u64) as usize];
+        let point = self.choose_point();
         let count = 1 + self.roll(3) as u32;
         match living(Some((point, count)), || self.act(action)) {
             Ok(acted) => acted,
@@ -112,6 +114,19 @@ impl Simulation {
         }
     }
 
+    /// Half of the time one at which it has not died yet: some are passed seldom.
+    fn choose_point(&mut self) -> Point {
+        let died_at = &self.deaths.points;
+        let seldom: Vec<Point> = (POINTS.iter().copied())
+            .filter(|point| !died_at.contains(point))
+            .collect();
+        let among = match self.chance(500) && !seldom.is_empty() {
+            true => &seldom,
+            false => POINTS,
+        };
+        among[self.roll(among.len() as u64) as usize]
+    }
+
     /// The backend is no more, and another one takes over.
     pub(crate) fn die(&mut self) {
         self.deaths.count += 1;
@@ -119,7 +134,7 @@ impl Simulation {
         self.world.borrow_mut().used_at_death = self.shared.budget.used();
         self.world.borrow_mut().forget_volatile();
         loop {
-            let point = self.chance(300).then_some(Point::EntryHalfWritten);
+            let point = self.chance(500).then_some(Point::EntryHalfWritten);
             let count = 1 + self.roll(u64::from(PAGES / 2)) as u32;
             match living(point.map(|point| (point, count)), || self.recover()) {
                 Ok(()) => break,

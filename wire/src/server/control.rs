@@ -13,9 +13,14 @@ use serde::{Deserialize, Serialize};
 
 use super::{ClientName, DiskId, InstanceId, SessionSecret, SlabId, Token};
 use crate::units::{VmId, format_size};
+use crate::verbs::{End, Remote};
 
-/// The versions of these messages that this build speaks. Version 1: the first.
-pub const CONTROL_VERSIONS: RangeInclusive<u32> = 1..=1;
+/// The versions of these messages that this build speaks. Version 1: the first. Version 2: RDMA
+/// ([`Request::Key`], [`Request::QueuePair`]); with a peer of version 1, data goes over TCP alone.
+pub const CONTROL_VERSIONS: RangeInclusive<u32> = 1..=2;
+
+/// The version from which on RDMA is spoken of.
+pub const VERBS_VERSION: u32 = 2;
 
 /// Longest frame a server accepts, in bytes: a client's messages are all short.
 pub const MAX_CLIENT_FRAME_BYTES: usize = 4 * 1024;
@@ -135,6 +140,17 @@ pub enum Request {
     },
     /// A token for one data connection.
     DataToken,
+    /// What a slab is called over RDMA, which it is registered for if it was not. From version 2 on.
+    Key {
+        /// Which.
+        slab: SlabId,
+    },
+    /// A queue pair in place of a data connection, by which the client reads and writes its slabs by
+    /// itself. It ends where a data connection would be ended. From version 2 on.
+    QueuePair {
+        /// The client's end.
+        end: End,
+    },
     /// Report what is lent.
     Stats,
     /// From an observer: give back all that a parked disk holds. Only the host that used it last
@@ -192,6 +208,9 @@ pub struct Welcome {
     /// About the disk, to [`Purpose::Disk`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<DiskWelcome>,
+    /// Whether the server has an RDMA device for this client.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub verbs: bool,
 }
 
 /// What came of a request.
@@ -214,6 +233,21 @@ pub enum Reply {
     DataToken {
         /// Admits one data connection.
         token: Token,
+    },
+    /// To [`Request::Key`].
+    Key {
+        /// Where the slab begins, and its key.
+        remote: Remote,
+    },
+    /// To [`Request::QueuePair`].
+    QueuePair {
+        /// The server's end.
+        end: End,
+        /// Memory that may be read, and holds [`Reply::QueuePair::proof`]: whether packets get there
+        /// and back is tried before anything depends on it.
+        probe: Remote,
+        /// Bytes of its own for each queue pair.
+        proof: Token,
     },
     /// To [`Request::Stats`].
     Stats(Box<ServerStats>),
@@ -316,6 +350,12 @@ pub enum Refusal {
         disk: DiskId,
         /// By whom.
         client: ClientName,
+    },
+    /// There is no RDMA with this client, at least at the moment.
+    #[error("the server cannot use RDMA here: {reason}")]
+    NoVerbs {
+        /// Why not.
+        reason: String,
     },
     /// The message does not belong here.
     #[error("the server expected another message: {expected}")]
@@ -454,13 +494,77 @@ mod tests {
     }
 
     #[test]
+    fn messages_of_rdma_have_these_texts() {
+        let end = End {
+            gid: std::net::IpAddr::from([10, 0, 0, 2]).into(),
+            lid: 0,
+            number: 17,
+            first_packet: 5,
+            mtu: 3,
+            reads: 16,
+        };
+        let ours =
+            r#"{"gid":"::ffff:10.0.0.2","lid":0,"number":17,"first_packet":5,"mtu":3,"reads":16}"#;
+        let message = ClientMessage::Request {
+            id: 7,
+            request: Request::QueuePair { end },
+        };
+        let text = serde_json::to_string(&message).expect("a message is JSON");
+        assert_eq!(
+            text,
+            format!(r#"{{"request":{{"id":7,"request":{{"queue-pair":{{"end":{ours}}}}}}}}}"#)
+        );
+        let remote = Remote {
+            address: u64::MAX,
+            key: 9,
+        };
+        let reply = Reply::QueuePair {
+            end,
+            probe: remote,
+            proof: Token([0; 32]),
+        };
+        let text = serde_json::to_string(&reply).expect("a message is JSON");
+        let zeros = "00".repeat(32);
+        assert_eq!(
+            text,
+            format!(
+                r#"{{"queue-pair":{{"end":{ours},"probe":{{"address":18446744073709551615,"key":9}},"proof":"{zeros}"}}}}"#
+            )
+        );
+        assert_eq!(serde_json::from_str::<Reply>(&text).expect("own"), reply);
+    }
+
+    /// What a server of version 1 says and is told has not changed.
+    #[test]
+    fn a_welcome_without_rdma_says_nothing_of_it() {
+        let welcome = Welcome {
+            version: 1,
+            instance: InstanceId(uuid::Uuid::nil()),
+            slab_bytes: 1,
+            lease_timeout_ms: 1,
+            resumed: false,
+            reserved_bytes: 0,
+            held: Vec::new(),
+            disk: None,
+            verbs: false,
+        };
+        let text = serde_json::to_string(&welcome).expect("a message is JSON");
+        assert!(!text.contains("verbs"), "{text}");
+        assert_eq!(
+            serde_json::from_str::<Welcome>(&text).expect("own"),
+            welcome
+        );
+    }
+
+    #[test]
     fn the_highest_common_version_is_agreed() {
         assert_eq!(agree_version(&hello(1, 1)), Ok(1));
-        assert_eq!(agree_version(&hello(0, 99)), Ok(1));
-        for (min, max) in [(2, 3), (0, 0), (5, 1)] {
+        assert_eq!(agree_version(&hello(1, 2)), Ok(2));
+        assert_eq!(agree_version(&hello(0, 99)), Ok(2));
+        for (min, max) in [(3, 4), (0, 0), (5, 1)] {
             assert_eq!(
                 agree_version(&hello(min, max)),
-                Err(Refusal::Version { min: 1, max: 1 })
+                Err(Refusal::Version { min: 1, max: 2 })
             );
         }
     }

@@ -3,7 +3,8 @@
 //! One port carries both kinds of connection; the first byte tells them apart. [`control`] messages
 //! travel as JSON frames inside mutually authenticated TLS 1.3 ([`channel`]). [`data`] connections
 //! are bare TCP with hand-laid binary frames, admitted by a one-time [`Token`] that was obtained
-//! over the control connection.
+//! over the control connection. Where both ends have an RDMA device, queue pairs take their place
+//! ([`crate::verbs`]): ends and keys are told over the control connection.
 //!
 //! The module knows neither where slabs lie nor what is stored in them.
 
@@ -17,10 +18,10 @@ pub mod clock;
 pub mod control;
 pub mod data;
 
-pub use address::{AddressError, ServerAddress};
+pub use address::{AddressError, ServerAddress, Transport};
 pub use control::{
     CONTROL_VERSIONS, ClientMessage, ClientStats, DiskShape, DiskStats, DiskWelcome, Hello,
-    Opening, Purpose, Refusal, Reply, Request, ServerMessage, ServerStats, Welcome,
+    Opening, Purpose, Refusal, Reply, Request, ServerMessage, ServerStats, VERBS_VERSION, Welcome,
 };
 pub use data::Extent;
 

@@ -80,6 +80,7 @@ impl<P: Ports> Shard<P> {
         ticket: Ticket,
     ) {
         self.ports.stage(ticket.slot, bytes);
+        crash_points::pass(Point::MoveStaged);
         let next = Entry {
             state: State::Staged,
             dirty: true,
@@ -88,6 +89,7 @@ impl<P: Ports> Shard<P> {
             ..entry
         };
         self.set(page, next);
+        crash_points::pass(Point::MoveMarked);
         self.free_slot(entry.slot);
         self.shared.budget.release(1);
         self.ports.write_back(StagedPage {

@@ -1,0 +1,29 @@
+#!/bin/bash
+# Builds the programs of the build before this one, which guests are upgraded from and go back to in
+# tests: those of a fixed earlier commit. Whoever makes a release sets it to the release before.
+#
+#   tests/scripts/build-previous.sh       builds what is missing or out of date, prints the folder
+#
+# Result: target/previous/{outram-backend,outram-memserver,commit}.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+commit=4787175ec0f1efefd0a9883656128d7ac0d00805
+out=$PWD/target/previous
+
+mkdir -p "$out"
+exec 9>"$out/.lock"; flock 9
+if [ "$(cat "$out/commit" 2>/dev/null)" != "$commit" ]; then
+  rm -rf "$out/commit" "$out/source"
+  git cat-file -e "$commit^{commit}" 2>/dev/null || {
+    echo "build-previous: this checkout's history does not reach back to $commit: 'git fetch --unshallow' brings it" >&2
+    exit 1
+  }
+  mkdir "$out/source"
+  git archive "$commit" | tar -x -C "$out/source"
+  cargo build --manifest-path "$out/source/Cargo.toml" --target-dir "$out/source/target" --locked \
+    -p outram-backend -p outram-memserver --bins >&2
+  mv "$out"/source/target/debug/outram-{backend,memserver} "$out/"
+  rm -rf "$out/source"
+  echo "$commit" >"$out/commit"
+fi
+echo "$out"

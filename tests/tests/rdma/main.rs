@@ -1,0 +1,116 @@
+//! RDMA, for real: over soft-RoCE in the lab guest (see `outram_tests::lab_guest`). There this same
+//! program runs the tests of its modules; outside each is reported under its name. Where the lab guest
+//! cannot be had, all are reported as ignored.
+
+#[path = "../pager/fixture.rs"]
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod fixture;
+mod paging;
+mod soft_roce;
+mod verbs;
+
+use std::fs;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use fixture::Lab;
+use libtest_mimic::{Arguments, Trial};
+use outram_tests::hermetic::suite::{Skipped, need, outcome};
+use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest};
+
+/// A test: its name and what it does in the lab guest.
+type Test = (&'static str, fn(&Lab) -> Result<()>);
+
+/// Memory for guests, servers and what the overlay takes up.
+const GUEST: LabGuest = LabGuest {
+    boot: Boot::Plain,
+    memory_mib: 1536,
+    vcpus: 2,
+};
+
+/// How long all tests may take together: two minutes were seen on an idle machine.
+const LIMIT: Duration = Duration::from_secs(900);
+
+/// Set where this program runs in the lab guest.
+const INSIDE: &str = "OUTRAM_TEST_IN_LAB";
+
+/// Said in there where the kernel has no soft-RoCE.
+const NO_RXE: &str = "this kernel has no rdma_rxe";
+
+/// What a line of the outcome begins with, so that nobody takes it for the suite's own.
+const OUTCOME: &str = "inside:";
+
+fn main() -> ExitCode {
+    let tests = [verbs::TESTS, paging::TESTS].concat();
+    if std::env::var_os(INSIDE).is_some() {
+        return inside(&tests);
+    }
+    let arguments = Arguments::from_args();
+    let trial = |(name, _): Test| Trial::ignorable_test(name, move || outcome(outside(name)));
+    let trials = tests.into_iter().map(trial).collect();
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+/// What became of one test, of all that the lab guest ran at once.
+fn outside(name: &str) -> Result<()> {
+    static SAID: OnceLock<Result<String>> = OnceLock::new();
+    need("qemu-system-x86_64", "qemu-system-x86")?;
+    need("rdma", "rdma-core, iproute2")?;
+    let said = match SAID.get_or_init(run_lab) {
+        Ok(said) => said,
+        Err(error) => bail!("{error:#}"),
+    };
+    if said.contains(NO_RXE) {
+        bail!(Skipped(NO_RXE.to_owned()));
+    }
+    let passed = format!("{OUTCOME} {name} ok");
+    ensure!(said.lines().any(|line| line.trim() == passed), "{said}");
+    for line in said
+        .lines()
+        .filter(|line| line.starts_with(&format!("{name}: ")))
+    {
+        eprintln!("{line}");
+    }
+    Ok(())
+}
+
+fn run_lab() -> Result<String> {
+    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let images = lab_guest::build(&top, Kernel::Ordinary)?;
+    let share = tempfile::tempdir()?;
+    let program = std::env::current_exe().context("this program's own path")?;
+    // Its status is not that of the tests: each tells its own outcome.
+    let script = format!(
+        "modprobe -a rdma_rxe crc32_generic ib_uverbs || {{ echo '{NO_RXE}'; exit 0; }}
+{INSIDE}=1 '{}' || true
+",
+        program.display()
+    );
+    fs::write(share.path().join("lab"), script)?;
+    GUEST.run(&images, share.path(), LIMIT)
+}
+
+/// Runs all tests, or those whose name contains a word of the command line.
+fn inside(tests: &[Test]) -> ExitCode {
+    let lab = match Lab::new() {
+        Ok(lab) => lab,
+        Err(error) => {
+            println!("{error:#}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    let is_wanted = |name: &str| wanted.is_empty() || wanted.iter().any(|word| name.contains(word));
+    for (name, test) in tests.iter().filter(|(name, _)| is_wanted(name)) {
+        let began = std::time::Instant::now();
+        match test(&lab) {
+            Ok(()) => println!("{OUTCOME} {name} ok"),
+            Err(error) => println!("{OUTCOME} {name} failed: {error:#}"),
+        }
+        println!("{name}: {:.1} s", began.elapsed().as_secs_f64());
+    }
+    ExitCode::SUCCESS
+}

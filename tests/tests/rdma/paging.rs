@@ -1,0 +1,243 @@
+//! Guests whose pages go over RDMA: that they come back as they were, that the server's process has no
+//! part in it, and what becomes of them when the server or the network goes.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use outram_tests::hermetic::server::MemServer;
+use outram_wire::control::{Phase, Status};
+use serde_json::json;
+
+use crate::fixture::{Guest, Lab, Wish, demand_sound, halt};
+use crate::soft_roce::SoftRoce;
+
+pub(crate) const TESTS: &[crate::Test] = &[
+    ("pages_go_past_the_servers_process", one_sided),
+    ("a_network_that_goes_leaves_tcp", network_goes),
+    ("a_server_that_dies_is_noticed_over_rdma", server_dies),
+    ("a_backend_killed_over_rdma_is_taken_over", backend_dies),
+    ("what_the_address_says_is_kept_to", addresses),
+    ("without_libibverbs_pages_go_over_tcp", no_library),
+];
+
+/// Written by every test here: several times what the guest may cost.
+const FILLED: u64 = 5_000;
+
+fn guest(lab: &Lab, server: &str) -> Result<Guest> {
+    Guest::start(
+        lab,
+        &Wish {
+            servers: &[server],
+            ..Wish::default()
+        },
+    )
+}
+
+fn transport(status: &Status) -> &str {
+    let server = status.servers.first();
+    let transport = server.and_then(|server| server.transport.as_deref());
+    transport.unwrap_or("nothing")
+}
+
+fn demand_transport(guest: &Guest, wanted: &str) -> Result<()> {
+    let status = guest.status()?;
+    ensure!(transport(&status) == wanted, "not {wanted}: {status:#?}");
+    Ok(())
+}
+
+/// Processor time that a process has had, in ticks of 10 ms.
+fn ticks(pid: u32) -> Result<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let (_, rest) = stat.rsplit_once(") ").context("a name")?;
+    let fields: Vec<&str> = rest.split(' ').collect();
+    // utime and stime are fields 14 and 15 of proc(5), of which the rest begins with the third.
+    Ok(fields[11].parse::<u64>()? + fields[12].parse::<u64>()?)
+}
+
+/// Writes and reads all pages; the server's processor time for it.
+fn page(guest: &mut Guest, server: &MemServer) -> Result<u64> {
+    let before = ticks(server.pid())?;
+    guest.fill(0, FILLED)?;
+    guest.settle()?;
+    guest.verify(0, FILLED)?;
+    Ok(ticks(server.pid())? - before)
+}
+
+fn requests(server: &MemServer) -> Result<u64> {
+    // There is no sample before the first request.
+    let text = server.metrics()?;
+    let is_sample = |line: &&str| line.starts_with("outram_memserver_data_requests_total{");
+    let values = text.lines().filter(is_sample);
+    let values = values.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
+    Ok(values.sum())
+}
+
+fn one_sided(lab: &Lab) -> Result<()> {
+    let device = SoftRoce::on_loopback()?;
+    let server = lab.server()?;
+    let mut near = guest(lab, &server.address)?;
+    demand_transport(&near, "RDMA (rxe0)")?;
+    let packets = device.received()?;
+    let over_rdma = page(&mut near, &server)?;
+    let packets = device.received()? - packets;
+    ensure!(
+        requests(&server)? == 0,
+        "the server's process served requests"
+    );
+    // A page that goes or comes is a packet at least, and its answer.
+    ensure!(packets > FILLED, "{packets} packets");
+    // What is on the server can be had while its process stands still.
+    let present = near.present(0, 500)?;
+    ensure!(present < 500, "all of it is in memory");
+    halt(&server)?;
+    near.verify(0, 500)?;
+    server.signal(nix::sys::signal::Signal::SIGCONT)?;
+    near.end(&[&server])?;
+
+    let mut far = guest(lab, &format!("tcp://{}", server.address))?;
+    demand_transport(&far, "TCP")?;
+    let over_tcp = page(&mut far, &server)?;
+    ensure!(requests(&server)? > 0, "nothing went over TCP");
+    println!(
+        "pages_go_past_the_servers_process: the server's process took {over_rdma}0 ms of processor \
+         time over RDMA, {over_tcp}0 ms over TCP; {packets} packets"
+    );
+    far.end(&[&server])
+}
+
+fn network_goes(lab: &Lab) -> Result<()> {
+    let device = SoftRoce::apart()?;
+    let server = lab.server_with(&["--memory", "1GiB", "--rdma", device.name()])?;
+    let settings = lab.path("backend.toml");
+    fs::write(&settings, format!("rdma = \"{}\"\n", device.name()))?;
+    let outcome = (|| {
+        let mut guest = guest(lab, &server.address)?;
+        demand_transport(&guest, "RDMA (rxe1)")?;
+        guest.fill(0, FILLED)?;
+        let work = json!({"page": 0, "pages": FILLED, "seconds": 4.0, "write_share": 0.5});
+        let sent = guest.send(1, "work", work)?;
+        std::thread::sleep(Duration::from_secs(2));
+        device.set_up(false)?;
+        guest.wait_status("pages to go over TCP", |status| {
+            transport(status) == "TCP" && status.waiting_faults == 0
+        })?;
+        demand_sound(&guest.answer(sent)?)?;
+        guest.verify(0, FILLED)?;
+        guest.end(&[&server])
+    })();
+    fs::write(&settings, "")?;
+    outcome
+}
+
+/// What a dead server had is lost, and never answered; what needs none of it goes on.
+fn server_dies(lab: &Lab) -> Result<()> {
+    let _device = SoftRoce::on_loopback()?;
+    let mut server = lab.server()?;
+    let mut guest = guest(lab, &server.address)?;
+    demand_transport(&guest, "RDMA (rxe0)")?;
+    guest.fill(0, FILLED)?;
+    guest.settle()?;
+    let mut lost = None;
+    for page in (0..FILLED).step_by(97) {
+        if guest.present(page, 1)? == 0 {
+            lost = Some(page);
+        }
+    }
+    let lost = lost.context("nothing was evicted")?;
+    server.kill()?;
+    let waiting = guest.send(1, "verify", json!({"page": lost, "pages": 1}))?;
+    guest.wait_status("the stall to be told", |status| {
+        status.phase == Phase::Stalled && status.waiting_faults > 0
+    })?;
+    server.start_again()?;
+    guest.wait_status("the loss to be told", |status| {
+        status.phase == Phase::Stopped && status.lost_bytes > 0
+    })?;
+    guest.demand_silence(waiting)?;
+    let fresh = json!({"page": FILLED, "pages": 1000});
+    guest.command(0, "fill", fresh.clone())?;
+    demand_sound(&guest.command(0, "verify", fresh)?)?;
+    demand_transport(&guest, "RDMA (rxe0)")?;
+    guest.kill(&[&server])
+}
+
+fn backend_dies(lab: &Lab) -> Result<()> {
+    let _device = SoftRoce::on_loopback()?;
+    let server = lab.server()?;
+    let wish = Wish {
+        servers: &[&server.address],
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, FILLED)?;
+    for _ in 0..3 {
+        let work = json!({"page": 0, "pages": FILLED, "seconds": 1.0, "write_share": 0.5});
+        let sent = guest.send(1, "work", work)?;
+        std::thread::sleep(Duration::from_millis(500));
+        guest.kill_backend()?;
+        guest.take_over(lab, &wish)?;
+        demand_sound(&guest.answer(sent)?)?;
+    }
+    guest.wait_status("pages to go over RDMA again", |status| {
+        transport(status) == "RDMA (rxe0)"
+    })?;
+    guest.verify(0, FILLED)?;
+    guest.connect()?;
+    guest.end(&[&server])
+}
+
+fn addresses(lab: &Lab) -> Result<()> {
+    let _device = SoftRoce::on_loopback()?;
+    let server = lab.server()?;
+    let demanding = format!("rdma://{}", server.address);
+    // By a pager that gave up what it does not need, as on hosts.
+    let wish = Wish {
+        servers: &[&demanding],
+        supervised: true,
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    demand_transport(&guest, "RDMA (rxe0)")?;
+    guest.fill(0, FILLED)?;
+    guest.verify(0, 1000)?;
+    guest.end(&[&server])?;
+    // Where the server has none, RDMA is refused in words, and 'auto' is TCP.
+    let without = lab.server_with(&["--memory", "1GiB", "--rdma", "off"])?;
+    let refused = self::guest(lab, &format!("rdma://{}", without.address));
+    let error = format!("{:#}", refused.err().context("it was not refused")?);
+    ensure!(error.contains("the server offers none"), "{error}");
+    let guest = self::guest(lab, &without.address)?;
+    demand_transport(&guest, "TCP")?;
+    guest.end(&[&without])
+}
+
+/// The library is found when a program starts, or it is not: what is written here goes with the lab
+/// guest.
+fn no_library(lab: &Lab) -> Result<()> {
+    let _device = SoftRoce::on_loopback()?;
+    let libraries = Path::new("/usr/lib/x86_64-linux-gnu");
+    let hidden = fs::read_dir(libraries)?
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.to_string_lossy().contains("/libibverbs.so"));
+    let hidden: Vec<PathBuf> = hidden.collect();
+    ensure!(!hidden.is_empty(), "there is no libibverbs anyway");
+    let away = |path: &Path| path.with_extension("away");
+    for path in &hidden {
+        fs::rename(path, away(path))?;
+    }
+    let outcome = (|| {
+        let server = lab.server()?;
+        let mut guest = guest(lab, &server.address)?;
+        demand_transport(&guest, "TCP")?;
+        guest.fill(0, FILLED)?;
+        guest.verify(0, 500)?;
+        guest.end(&[&server])
+    })();
+    for path in &hidden {
+        fs::rename(away(path), path)?;
+    }
+    outcome
+}

@@ -1,0 +1,314 @@
+//! Which port of which RDMA device: by what the kernel says in sysfs, without a call of libibverbs.
+
+use std::fmt;
+use std::fs;
+use std::net::{IpAddr, Ipv6Addr};
+use std::path::Path;
+use std::str::FromStr;
+
+use serde::Deserialize;
+
+use super::{Gid, VerbsError};
+
+/// Where the kernel lists RDMA devices.
+const DEVICES: &str = "/sys/class/infiniband";
+
+/// The type of a port's address that RoCE v2 packets carry: they are UDP, and are routed.
+const ROUTED: &str = "RoCE v2";
+
+/// A port that is wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Choice {
+    /// None: RDMA is not used.
+    Off,
+    /// That with the address that the peer is reached from, if there is one.
+    #[default]
+    Auto,
+    /// A certain one.
+    Device {
+        /// The device's name.
+        name: String,
+        /// Its port, counted from 1.
+        port: u8,
+        /// Which of the port's addresses; the first of RoCE v2 that is an IPv4 one unless given.
+        gid_index: Option<u8>,
+    },
+}
+
+/// The text chooses nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "'{0}' is no choice of an RDMA device: expected off, auto, or a device with its port and the index of its GID, such as mlx5_0 or mlx5_0:1:3"
+)]
+pub struct ChoiceError(String);
+
+impl FromStr for Choice {
+    type Err = ChoiceError;
+
+    fn from_str(text: &str) -> Result<Self, ChoiceError> {
+        let bad = || ChoiceError(text.to_owned());
+        match text {
+            "off" => return Ok(Self::Off),
+            "auto" => return Ok(Self::Auto),
+            _ => {}
+        }
+        let mut parts = text.split(':');
+        let name = parts.next().unwrap_or_default();
+        let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
+        if name.is_empty() || !name.chars().all(legal) {
+            return Err(bad());
+        }
+        let number = |part: &str| part.parse::<u8>().map_err(|_| bad());
+        let port = parts.next().map(number).transpose()?.unwrap_or(1);
+        let gid_index = parts.next().map(number).transpose()?;
+        if parts.next().is_some() || port == 0 {
+            return Err(bad());
+        }
+        Ok(Self::Device {
+            name: name.to_owned(),
+            port,
+            gid_index,
+        })
+    }
+}
+
+impl TryFrom<String> for Choice {
+    type Error = ChoiceError;
+
+    fn try_from(text: String) -> Result<Self, ChoiceError> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Auto => f.write_str("auto"),
+            Self::Device {
+                name,
+                port,
+                gid_index,
+            } => {
+                write!(f, "{name}:{port}")?;
+                gid_index.map_or(Ok(()), |index| write!(f, ":{index}"))
+            }
+        }
+    }
+}
+
+/// A port that can be used, with one of its addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// The device's name.
+    pub device: String,
+    /// The port, counted from 1.
+    pub number: u8,
+    /// Which of its addresses.
+    pub gid_index: u8,
+    /// The address.
+    pub gid: Gid,
+    /// Its local identifier, within an InfiniBand subnet.
+    pub lid: u16,
+    /// Whether it is one of Ethernet: RoCE.
+    pub is_ethernet: bool,
+}
+
+impl fmt::Display for Port {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            device,
+            number,
+            gid_index,
+            gid,
+            ..
+        } = self;
+        write!(f, "{device} port {number} GID {gid_index} ({})", gid.0)
+    }
+}
+
+impl Choice {
+    /// The port to be used where `local` is the address that the peer is reached from.
+    pub fn port(&self, local: IpAddr) -> Result<Port, VerbsError> {
+        self.port_below(Path::new(DEVICES), local)
+    }
+
+    fn port_below(&self, devices: &Path, local: IpAddr) -> Result<Port, VerbsError> {
+        match self {
+            Self::Off => Err(VerbsError::NoPort("it is switched off".to_owned())),
+            Self::Auto => {
+                let wanted = Gid::from(local.to_canonical());
+                let ports = ports_below(devices);
+                let found = ports.into_iter().find(|port| port.gid == wanted);
+                found.ok_or_else(|| {
+                    VerbsError::NoPort(format!(
+                        "none has a port that is up and has the address {local} (RoCE v2)"
+                    ))
+                })
+            }
+            Self::Device {
+                name,
+                port,
+                gid_index,
+            } => {
+                let ours = |found: &Port| {
+                    let indexed = gid_index.is_none_or(|index| index == found.gid_index);
+                    found.device == *name && found.number == *port && indexed
+                };
+                let mut ports = ports_below(devices);
+                ports.retain(ours);
+                let ipv4 = |port: &&Port| port.gid.0.to_ipv4_mapped().is_some();
+                let found = ports.iter().find(ipv4).or(ports.first());
+                found.cloned().ok_or_else(|| {
+                    VerbsError::NoPort(format!("{self} is not there, not up, or has no such GID"))
+                })
+            }
+        }
+    }
+}
+
+/// Every port that is up, with each of its addresses of a kind that is used.
+pub fn ports() -> Vec<Port> {
+    ports_below(Path::new(DEVICES))
+}
+
+fn ports_below(devices: &Path) -> Vec<Port> {
+    let mut found = Vec::new();
+    for device in names_in(devices) {
+        let ports = devices.join(&device).join("ports");
+        for number in names_in(&ports) {
+            let port = ports.join(&number);
+            if let Ok(number) = number.parse() {
+                found.extend(addresses_of(&port, &device, number));
+            }
+        }
+    }
+    found
+}
+
+/// The addresses of a port, if it is up; in the order of their indexes.
+fn addresses_of(port: &Path, device: &str, number: u8) -> Vec<Port> {
+    if !text_of(&port.join("state")).contains("ACTIVE") {
+        return Vec::new();
+    }
+    let is_ethernet = text_of(&port.join("link_layer")) == "Ethernet";
+    let lid = text_of(&port.join("lid"));
+    let lid = u16::from_str_radix(lid.trim_start_matches("0x"), 16).unwrap_or(0);
+    let mut indexes: Vec<u8> = names_in(&port.join("gids"))
+        .iter()
+        .filter_map(|name| name.parse().ok())
+        .collect();
+    indexes.sort_unstable();
+    let address = |index: u8| {
+        // Of an index without an address the kernel tells no type.
+        let kind = text_of(&port.join(format!("gid_attrs/types/{index}")));
+        let gid: Ipv6Addr = text_of(&port.join(format!("gids/{index}"))).parse().ok()?;
+        let is_used = !gid.is_unspecified() && (!is_ethernet || kind == ROUTED);
+        is_used.then(|| Port {
+            device: device.to_owned(),
+            number,
+            gid_index: index,
+            gid: Gid(gid),
+            lid,
+            is_ethernet,
+        })
+    };
+    indexes.into_iter().filter_map(address).collect()
+}
+
+/// Sorted, so that the choice is the same each time; none where there is no such directory.
+fn names_in(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    names.sort_unstable();
+    names
+}
+
+fn text_of(path: &Path) -> String {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    text.trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device with one port, whose addresses are by type and text.
+    fn device(devices: &Path, name: &str, state: &str, addresses: &[(&str, &str)]) {
+        let port = devices.join(name).join("ports/1");
+        fs::create_dir_all(port.join("gids")).expect("made");
+        fs::create_dir_all(port.join("gid_attrs/types")).expect("made");
+        let write = |file: &str, text: &str| fs::write(port.join(file), text).expect("written");
+        write("state", state);
+        write("link_layer", "Ethernet\n");
+        write("lid", "0x0\n");
+        for (index, (kind, gid)) in addresses.iter().enumerate() {
+            write(&format!("gids/{index}"), gid);
+            if !kind.is_empty() {
+                write(&format!("gid_attrs/types/{index}"), kind);
+            }
+        }
+    }
+
+    const LOCAL: &str = "fe80:0000:0000:0000:5054:00ff:fe12:3456\n";
+    const OF_HOST: &str = "0000:0000:0000:0000:0000:ffff:0a00:0002\n";
+    const NONE: &str = "0000:0000:0000:0000:0000:0000:0000:0000\n";
+    const UP: &str = "4: ACTIVE\n";
+
+    fn machine() -> tempfile::TempDir {
+        let devices = tempfile::tempdir().expect("a directory");
+        let old = ("IB/RoCE v1\n", OF_HOST);
+        let new = [("RoCE v2\n", LOCAL), ("RoCE v2\n", OF_HOST), ("", NONE)];
+        device(devices.path(), "down_0", "1: DOWN\n", &new);
+        device(devices.path(), "old_0", UP, &[old]);
+        device(devices.path(), "rxe0", UP, &new);
+        devices
+    }
+
+    #[test]
+    fn auto_takes_the_port_with_the_address() {
+        let devices = machine();
+        let choose = |address: [u8; 4]| Choice::Auto.port_below(devices.path(), address.into());
+        let port = choose([10, 0, 0, 2]).expect("rxe0 has it");
+        assert_eq!((port.device.as_str(), port.gid_index), ("rxe0", 1));
+        let error = choose([10, 0, 0, 3]).expect_err("nobody has it");
+        assert!(error.to_string().contains("10.0.0.3"), "{error}");
+        let nowhere = Path::new("/nonexistent");
+        let none = Choice::Auto.port_below(nowhere, [10, 0, 0, 2].into());
+        assert!(matches!(none, Err(VerbsError::NoPort(_))));
+    }
+
+    #[test]
+    fn a_named_device_is_taken_whatever_its_address() {
+        let devices = machine();
+        let choose = |text: &str| {
+            let choice: Choice = text.parse().expect(text);
+            choice.port_below(devices.path(), [192, 0, 2, 1].into())
+        };
+        assert_eq!(choose("rxe0").expect("there").gid_index, 1);
+        assert_eq!(choose("rxe0:1:0").expect("there").gid_index, 0);
+        for text in ["rxe0:2", "rxe0:1:2", "rxe1", "down_0", "old_0", "off"] {
+            assert!(choose(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn choices_keep_their_form_and_nonsense_is_none() {
+        for (text, shown) in [
+            ("off", "off"),
+            ("auto", "auto"),
+            ("a_0", "a_0:1"),
+            ("a:2:3", "a:2:3"),
+        ] {
+            let choice: Choice = text.parse().expect(text);
+            assert_eq!(choice.to_string(), shown);
+        }
+        for text in ["", "a:", "a:0", "a:1:", "a:1:2:3", "../a", "a:x", "a:256"] {
+            let error = text.parse::<Choice>().expect_err(text);
+            assert!(error.to_string().contains("expected off, auto"), "{error}");
+        }
+    }
+}
