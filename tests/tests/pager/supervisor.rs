@@ -56,6 +56,16 @@ pub(crate) fn end(pid: u32, signal: Signal) -> Result<()> {
     Ok(kill(Pid::from_raw(pid as i32), signal)?)
 }
 
+/// Kills the pager of this status and its supervisor, which cannot act any more when the pager dies.
+pub(crate) fn end_all(guest: &mut Guest, before: &Status) -> Result<()> {
+    end(guest.backend().id(), Signal::SIGSTOP)?;
+    end(before.backend_pid, Signal::SIGKILL)?;
+    guest.kill_backend()?;
+    wait_for("the pager to be gone", LONG, || {
+        Ok(guest.control().is_err().then_some(()))
+    })
+}
+
 /// Another pager than that of this status serves the guest.
 pub(crate) fn wait_for_another(guest: &Guest, before: &Status) -> Result<Status> {
     wait_for("another pager to serve the guest", LONG, || {
@@ -161,13 +171,7 @@ fn both(lab: &Lab) -> Result<()> {
     let mut guest = started(lab, &server.address)?;
     let sent = work(&mut guest, 2.0)?;
     let before = guest.status()?;
-    // The supervisor cannot act any more when the pager dies.
-    end(guest.backend().id(), Signal::SIGSTOP)?;
-    end(before.backend_pid, Signal::SIGKILL)?;
-    guest.kill_backend()?;
-    wait_for("the pager to be gone", LONG, || {
-        Ok(guest.control().is_err().then_some(()))
-    })?;
+    end_all(&mut guest, &before)?;
     let servers = [server.address.as_str()];
     let wish = Wish {
         servers: &servers,

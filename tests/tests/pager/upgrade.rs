@@ -13,7 +13,7 @@ use outram_wire::control::{Phase, Request, Status};
 use serde_json::json;
 
 use crate::fixture::{Guest, LONG, Lab, SLAB, Wish, demand_sound};
-use crate::supervisor::{end, wait_for_another};
+use crate::supervisor::{end, end_all, wait_for_another};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_guest_is_upgraded_and_goes_back_when_asked", asked),
@@ -179,13 +179,7 @@ fn asked(lab: &Lab) -> Result<()> {
 /// All of a backend is killed, and the other build started in its place.
 fn killed(lab: &Lab) -> Result<()> {
     each_way(lab, |lab, guest, installed, server, before| {
-        // It cannot start a pager again.
-        end(guest.backend().id(), Signal::SIGSTOP)?;
-        end(before.backend_pid, Signal::SIGKILL)?;
-        guest.kill_backend()?;
-        wait_for("the pager to be gone", LONG, || {
-            Ok(guest.control().is_err().then_some(()))
-        })?;
+        end_all(guest, before)?;
         let servers = [server.address.as_str()];
         guest.take_over(lab, &wish(installed, &servers))?;
         wait_for_installed(guest, installed, before).map(drop)

@@ -1,5 +1,6 @@
 //! One data connection, whatever it goes over.
 
+use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
@@ -53,6 +54,55 @@ pub struct DataConn {
     carrier: Carrier,
     /// The greeting that it was opened after.
     pub(super) generation: u64,
+}
+
+/// What every carrier keeps account of.
+pub(super) struct Line {
+    pub(super) server: ServerAddress,
+    /// Bytes sent and received so far; over TCP with framing.
+    pub(super) sent_bytes: u64,
+    pub(super) received_bytes: u64,
+    /// Whether an error has ended the connection.
+    pub(super) dead: bool,
+}
+
+impl Line {
+    pub(super) fn new(server: ServerAddress) -> Self {
+        Self {
+            server,
+            sent_bytes: 0,
+            received_bytes: 0,
+            dead: false,
+        }
+    }
+
+    pub(super) fn check_alive(&self) -> Result<(), RemoteError> {
+        if self.dead {
+            return Err(RemoteError::Data {
+                server: self.server.clone(),
+                source: io::ErrorKind::NotConnected.into(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Ends the connection for an error of the system's.
+    pub(super) fn die(&mut self, source: io::Error) -> RemoteError {
+        self.dead = true;
+        RemoteError::Data {
+            server: self.server.clone(),
+            source,
+        }
+    }
+
+    /// Ends the connection for something that the peer did.
+    pub(super) fn broken(&mut self, what: String) -> RemoteError {
+        self.dead = true;
+        RemoteError::Protocol {
+            server: self.server.clone(),
+            what,
+        }
+    }
 }
 
 enum Carrier {
@@ -164,7 +214,7 @@ impl DataConn {
     pub fn flush(&mut self) -> Result<(), RemoteError> {
         match &mut self.carrier {
             Carrier::Tcp(conn) => conn.flush(),
-            Carrier::Verbs(conn) => conn.check_alive(),
+            Carrier::Verbs(conn) => conn.line.check_alive(),
         }
     }
 
@@ -193,16 +243,23 @@ impl DataConn {
 
     /// Bytes sent so far; over TCP with framing.
     pub fn sent_bytes(&self) -> u64 {
-        carried!(self.sent_bytes())
+        self.line().sent_bytes
     }
 
     /// Bytes received so far; over TCP with framing.
     pub fn received_bytes(&self) -> u64 {
-        carried!(self.received_bytes())
+        self.line().received_bytes
     }
 
     /// Whether an error has ended the connection.
     pub fn is_dead(&self) -> bool {
-        carried!(self.is_dead())
+        self.line().dead
+    }
+
+    fn line(&self) -> &Line {
+        match &self.carrier {
+            Carrier::Tcp(conn) => &conn.line,
+            Carrier::Verbs(conn) => &conn.line,
+        }
     }
 }

@@ -11,6 +11,7 @@ use outram_wire::server::data::{
 };
 use outram_wire::server::{Extent, SlabId};
 
+use super::connection::Line;
 use super::{ExtentError, RemoteError, ServerAddress, SubmitError};
 
 /// Most bytes that wait for the socket: two of the largest requests, so that one can be queued
@@ -53,7 +54,7 @@ impl SlabNames {
 
 /// A data connection over TCP. Owned by one thread; never blocks.
 pub(super) struct TcpConn {
-    server: ServerAddress,
+    pub(super) line: Line,
     socket: TcpStream,
     pending: HashMap<u64, Pending>,
     frame: Vec<u8>,
@@ -62,9 +63,6 @@ pub(super) struct TcpConn {
     buffer: Vec<u8>,
     start: usize,
     end: usize,
-    sent_bytes: u64,
-    received_bytes: u64,
-    dead: bool,
 }
 
 impl AsFd for TcpConn {
@@ -84,7 +82,7 @@ impl TcpConn {
     /// Takes a socket that the server has admitted and that does not block.
     pub(super) fn new(server: ServerAddress, socket: TcpStream) -> Self {
         Self {
-            server,
+            line: Line::new(server),
             socket,
             pending: HashMap::new(),
             frame: Vec::with_capacity(MAX_REQUEST_BYTES),
@@ -93,9 +91,6 @@ impl TcpConn {
             buffer: vec![0; BUFFER_BYTES],
             start: 0,
             end: 0,
-            sent_bytes: 0,
-            received_bytes: 0,
-            dead: false,
         }
     }
 
@@ -121,7 +116,7 @@ impl TcpConn {
         extents: &[Extent],
         payload: &[&[u8]],
     ) -> Result<(), SubmitError> {
-        self.check_alive()?;
+        self.line.check_alive()?;
         let total = data::check_extents(extents)?;
         let payload_bytes: usize = payload.iter().map(|piece| piece.len()).sum();
         if op == Op::Write && payload_bytes != total as usize {
@@ -162,12 +157,12 @@ impl TcpConn {
                     .write_vectored(&slices[..slices.len().min(1024)])
             };
             sent = match written {
-                Ok(0) => return Err(self.die(io::ErrorKind::WriteZero.into())),
+                Ok(0) => return Err(self.line.die(io::ErrorKind::WriteZero.into())),
                 Ok(sent) => sent,
                 Err(error) if is_temporary(&error) => 0,
-                Err(error) => return Err(self.die(error)),
+                Err(error) => return Err(self.line.die(error)),
             };
-            self.sent_bytes += sent as u64;
+            self.line.sent_bytes += sent as u64;
         }
         self.make_queue_room(payload, sent);
         let mut skip = sent;
@@ -191,22 +186,22 @@ impl TcpConn {
 
     /// Whether bytes wait for the socket to become writable: poll for that, then [`Self::flush`].
     pub(super) fn wants_write(&self) -> bool {
-        !self.dead && self.queued_bytes() > 0
+        !self.line.dead && self.queued_bytes() > 0
     }
 
     /// Sends what was queued, as far as the socket takes it.
     pub(super) fn flush(&mut self) -> Result<(), RemoteError> {
-        self.check_alive()?;
+        self.line.check_alive()?;
         while self.queued_bytes() > 0 {
             match self.socket.write(&self.queue[self.queue_start..]) {
-                Ok(0) => return Err(self.die(io::ErrorKind::WriteZero.into())),
+                Ok(0) => return Err(self.line.die(io::ErrorKind::WriteZero.into())),
                 Ok(sent) => {
                     self.queue_start += sent;
-                    self.sent_bytes += sent as u64;
+                    self.line.sent_bytes += sent as u64;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if is_temporary(&error) => break,
-                Err(error) => return Err(self.die(error)),
+                Err(error) => return Err(self.line.die(error)),
             }
         }
         if self.queued_bytes() == 0 {
@@ -226,18 +221,18 @@ impl TcpConn {
         &mut self,
         mut on_completion: impl FnMut(u64, Result<&mut [u8], ExtentError>),
     ) -> Result<(), RemoteError> {
-        self.check_alive()?;
+        self.line.check_alive()?;
         loop {
             let room = self.make_room();
             let read = match self.socket.read(&mut self.buffer[self.end..]) {
-                Ok(0) => return Err(self.die(io::ErrorKind::UnexpectedEof.into())),
+                Ok(0) => return Err(self.line.die(io::ErrorKind::UnexpectedEof.into())),
                 Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if is_temporary(&error) => return Ok(()),
-                Err(error) => return Err(self.die(error)),
+                Err(error) => return Err(self.line.die(error)),
             };
             self.end += read;
-            self.received_bytes += read as u64;
+            self.line.received_bytes += read as u64;
             self.complete(&mut on_completion)?;
             // A short read took all that had arrived; what comes now raises a new poll event.
             if read < room {
@@ -253,14 +248,16 @@ impl TcpConn {
     ) -> Result<(), RemoteError> {
         while let Some(head) = self.buffer[self.start..self.end].first_chunk::<REPLY_BYTES>() {
             let header = data::decode_reply(head).map_err(|source| {
-                self.dead = true;
+                self.line.dead = true;
                 RemoteError::Frame {
-                    server: self.server.clone(),
+                    server: self.line.server.clone(),
                     source,
                 }
             })?;
             let Some(pending) = self.pending.get(&header.id) else {
-                return Err(self.broken(format!("a reply to request {}, never made", header.id)));
+                return Err(self
+                    .line
+                    .broken(format!("a reply to request {}, never made", header.id)));
             };
             let payload_bytes = header.payload_bytes as usize;
             let extent = usize::from(header.extent);
@@ -278,7 +275,11 @@ impl TcpConn {
                         slab,
                     })
                 }
-                _ => return Err(self.broken(format!("{header:?} does not fit its request"))),
+                _ => {
+                    return Err(self
+                        .line
+                        .broken(format!("{header:?} does not fit its request")));
+                }
             };
             let payload_start = self.start + REPLY_BYTES;
             let payload_end = payload_start + payload_bytes;
@@ -323,49 +324,8 @@ impl TcpConn {
         self.pending.keys().copied()
     }
 
-    /// Bytes sent so far, with framing.
-    pub(super) fn sent_bytes(&self) -> u64 {
-        self.sent_bytes
-    }
-
-    /// Bytes received so far, with framing.
-    pub(super) fn received_bytes(&self) -> u64 {
-        self.received_bytes
-    }
-
-    /// Whether an error has ended the connection.
-    pub(super) fn is_dead(&self) -> bool {
-        self.dead
-    }
-
     fn queued_bytes(&self) -> usize {
         self.queue.len() - self.queue_start
-    }
-
-    fn check_alive(&self) -> Result<(), RemoteError> {
-        if self.dead {
-            return Err(RemoteError::Data {
-                server: self.server.clone(),
-                source: io::ErrorKind::NotConnected.into(),
-            });
-        }
-        Ok(())
-    }
-
-    fn die(&mut self, source: io::Error) -> RemoteError {
-        self.dead = true;
-        RemoteError::Data {
-            server: self.server.clone(),
-            source,
-        }
-    }
-
-    fn broken(&mut self, what: String) -> RemoteError {
-        self.dead = true;
-        RemoteError::Protocol {
-            server: self.server.clone(),
-            what,
-        }
     }
 }
 

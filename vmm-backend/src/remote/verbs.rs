@@ -19,6 +19,7 @@ use outram_wire::verbs::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
+use super::connection::Line;
 use super::{ExtentError, RemoteError, ServerAddress, SubmitError};
 
 /// How long the first packets may take: several times what the device tries for by itself.
@@ -142,15 +143,12 @@ impl Half {
             Err(error) => return Err(failed(error)),
         }
         Ok(VerbsConn {
-            server,
+            line: Line::new(server),
             initiator: self.initiator,
             keys: self.keys,
             slab_bytes: self.slab_bytes,
             pending: HashMap::new(),
             stretches: Vec::new(),
-            sent_bytes: 0,
-            received_bytes: 0,
-            dead: false,
         })
     }
 
@@ -199,16 +197,13 @@ fn wait_readable(fd: BorrowedFd<'_>, limit: Duration) -> io::Result<()> {
 
 /// A data connection over RDMA. Owned by one thread; never blocks.
 pub(super) struct VerbsConn {
-    server: ServerAddress,
+    pub(super) line: Line,
     initiator: Initiator,
     keys: Arc<Keys>,
     slab_bytes: u64,
     /// Bytes that each request in flight reads.
     pending: HashMap<u64, u64>,
     stretches: Vec<Stretch>,
-    sent_bytes: u64,
-    received_bytes: u64,
-    dead: bool,
 }
 
 impl AsFd for VerbsConn {
@@ -240,13 +235,13 @@ impl VerbsConn {
         }
         let posted = self.initiator.write(id, &self.stretches, payload);
         self.note(id, posted, 0)?;
-        self.sent_bytes += bytes;
+        self.line.sent_bytes += bytes;
         Ok(())
     }
 
     /// Checks a request and says where its extents lie; returns their bytes.
     fn prepare(&mut self, id: u64, extents: &[Extent]) -> Result<u64, SubmitError> {
-        self.check_alive()?;
+        self.line.check_alive()?;
         let bytes = data::check_extents(extents)?;
         if self.pending.contains_key(&id) {
             return Err(SubmitError::IdInUse(id));
@@ -259,12 +254,11 @@ impl VerbsConn {
                 length,
             } = *extent;
             if u64::from(offset) + u64::from(length) > self.slab_bytes {
-                return Err(self
-                    .die(format!("a range past the end of slab {slab}"))
-                    .into());
+                let what = format!("a range past the end of slab {slab}");
+                return Err(self.not_found(what));
             }
             let Some(remote) = self.keys.get(slab) else {
-                return Err(self.die(format!("slab {slab} has no key")).into());
+                return Err(self.not_found(format!("slab {slab} has no key")));
             };
             let address = remote.address + u64::from(offset);
             match self.stretches.last_mut() {
@@ -298,7 +292,7 @@ impl VerbsConn {
             }
             Err(PostError::Full) => Err(SubmitError::QueueFull),
             Err(PostError::Failed(source)) => {
-                self.dead = true;
+                self.line.dead = true;
                 Err(SubmitError::Dead(self.failed(source)))
             }
         }
@@ -308,14 +302,14 @@ impl VerbsConn {
         &mut self,
         mut on_completion: impl FnMut(u64, Result<&mut [u8], ExtentError>),
     ) -> Result<(), RemoteError> {
-        self.check_alive()?;
-        let (pending, received) = (&mut self.pending, &mut self.received_bytes);
+        self.line.check_alive()?;
+        let (pending, received) = (&mut self.pending, &mut self.line.received_bytes);
         let completed = self.initiator.complete(|id, bytes| {
             *received += pending.remove(&id).unwrap_or(0);
             on_completion(id, Ok(bytes));
         });
         completed.map_err(|source| {
-            self.dead = true;
+            self.line.dead = true;
             self.failed(source)
         })
     }
@@ -328,40 +322,15 @@ impl VerbsConn {
         self.pending.keys().copied()
     }
 
-    pub(super) fn sent_bytes(&self) -> u64 {
-        self.sent_bytes
-    }
-
-    pub(super) fn received_bytes(&self) -> u64 {
-        self.received_bytes
-    }
-
-    pub(super) fn is_dead(&self) -> bool {
-        self.dead
-    }
-
-    pub(super) fn check_alive(&self) -> Result<(), RemoteError> {
-        match self.dead {
-            false => Ok(()),
-            true => Err(RemoteError::Data {
-                server: self.server.clone(),
-                source: io::ErrorKind::NotConnected.into(),
-            }),
-        }
-    }
-
     fn failed(&self, source: VerbsError) -> RemoteError {
         RemoteError::Verbs {
-            server: self.server.clone(),
+            server: self.line.server.clone(),
             source,
         }
     }
 
-    fn die(&mut self, what: String) -> RemoteError {
-        self.dead = true;
-        RemoteError::Data {
-            server: self.server.clone(),
-            source: io::Error::new(io::ErrorKind::NotFound, what),
-        }
+    fn not_found(&mut self, what: String) -> SubmitError {
+        let source = io::Error::new(io::ErrorKind::NotFound, what);
+        self.line.die(source).into()
     }
 }
