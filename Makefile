@@ -35,11 +35,12 @@ man:
 	cargo build --profile $(or $(PROFILE),dev) -p outram-libvirt -p outram-tests --bin outram --bin manual
 	target/$(if $(filter release,$(PROFILE)),release,debug)/manual target/manual
 
-# Its version is pinned here, for it is no dependency that Cargo.lock knows.
+# Its version is pinned here, for it is no dependency that Cargo.lock knows. Made in a third of the time
+# that a release build takes; what compresses is optimised all the same.
 CARGO_DEB := target/tools/bin/cargo-deb
 
 $(CARGO_DEB):
-	cargo install cargo-deb --version 3.8.0 --locked --root target/tools
+	CARGO_PROFILE_DEV_DEBUG=0 cargo install cargo-deb --version 3.8.0 --locked --debug --root target/tools
 
 # Release builds unless PROFILE=dev, which tests take: quick to make, large.
 deb: PROFILE := $(or $(PROFILE),release)

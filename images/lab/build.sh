@@ -5,7 +5,7 @@
 #
 #   images/lab/build.sh       builds what is missing or out of date, prints the folder
 #
-# Result: target/images/{vmlinuz,lab-initrd}. Environment as for images/build.sh.
+# Result: target/images/{vmlinux,lab-initrd}. Environment as for images/build.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=$(images/build.sh)

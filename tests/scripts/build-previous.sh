@@ -20,9 +20,11 @@ if [ "$(cat "$out/commit" 2>/dev/null)" != "$commit" ]; then
   }
   mkdir "$out/source"
   git archive "$commit" | tar -x -C "$out/source"
-  cargo build --manifest-path "$out/source/Cargo.toml" --target-dir "$out/source/target" --locked \
+  # With the dependencies that both builds have; this build's programs are put in their place again by
+  # the next 'cargo build'.
+  cargo build --manifest-path "$out/source/Cargo.toml" --target-dir target --locked \
     -p outram-backend -p outram-memserver --bins >&2
-  mv "$out"/source/target/debug/outram-{backend,memserver} "$out/"
+  mv target/debug/outram-{backend,memserver} "$out/"
   rm -rf "$out/source"
   echo "$commit" >"$out/commit"
 fi

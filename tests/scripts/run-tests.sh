@@ -7,6 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PATH=$PATH:/usr/sbin:/sbin
 log=target/test.log
+e2e_log=target/test-e2e.log
 
 give_up() { # what failed: counted, so that the closing line tells
   echo "$1"
@@ -15,28 +16,52 @@ give_up() { # what failed: counted, so that the closing line tells
   exit 1
 }
 
+# The guests of the end-to-end tests, one after another, keep one processor busy, and have it before the
+# other tests, which run beside them with whatever is left.
+run_lanes() {
+  local e2e status
+  set -m   # a process group of its own, so that all of it can be ended
+  (set -o pipefail; cargo test --workspace --no-fail-fast --test e2e 2>&1 | tee "$e2e_log" | sed -u 's/^/e2e: /') &
+  e2e=$!
+  set +m
+  trap 'kill -- "-$e2e" 2>/dev/null' EXIT
+  OUTRAM_E2E_BESIDE=1 nice -n 10 cargo test --workspace --no-fail-fast 2>&1 | tee "$log"
+  status=${PIPESTATUS[0]}
+  wait "$e2e" && return "$status"
+}
+
 # In a function, so that bash has read all of it before it starts: the file may change meanwhile.
 run_all() {
   tests/scripts/prepare.sh || give_up "FAILED: what the tests need could not be installed"
   mkdir -p target
   tests/scripts/clean-state.sh --stale || give_up "FAILED: leftovers of an interrupted run could not be removed"
   images/build.sh >/dev/null || give_up "FAILED: the test guest could not be built"
-  cargo build --workspace || give_up "FAILED: the workspace does not build"
-  # Without it, those tests say that they are skipped.
+  # Nothing is changed and built again here: what that would be quicker by costs more than it gives.
+  [ -z "${CI:-}" ] || export CARGO_INCREMENTAL=0
+  # First, for it leaves its programs where this build's are to be. Without it, those tests say that
+  # they are skipped.
   tests/scripts/build-previous.sh >/dev/null || echo "SKIPPED: tests of upgrades: the build before this one could not be made"
+  cargo build --workspace || give_up "FAILED: the workspace does not build"
+  cargo test --workspace --no-run || give_up "FAILED: the tests do not build"
 
-  cargo test --workspace --no-fail-fast "$@" 2>&1 | tee "$log"
-  status=${PIPESTATUS[0]}
+  rm -f "$log" "$e2e_log"
+  if [ $# != 0 ]; then
+    cargo test --workspace --no-fail-fast "$@" 2>&1 | tee "$log"
+    status=${PIPESTATUS[0]}
+  else
+    run_lanes
+    status=$?
+  fi
 
   # 'test result: ok. 3 passed; 0 failed; 1 ignored; …', one line for each program. A program that
   # ended without such a line (it did not build, or crashed) shows in cargo's status alone.
   read -r passed failed skipped < <(awk '
     /^test result: / { for (i = 1; i < NF; i++) {
       if ($(i+1) ~ /^passed/) p += $i; if ($(i+1) ~ /^failed/) f += $i; if ($(i+1) ~ /^ignored/) s += $i } }
-    END { print p+0, f+0, s+0 }' "$log")
+    END { print p+0, f+0, s+0 }' "$log" $e2e_log)
   if [ "$status" != 0 ] && [ "$failed" = 0 ]; then failed=1; fi
-  if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -E '^SKIPPED|\.\.\. ignored' "$log" | sed 's/^/  /'; fi
-  if [ "$failed" != 0 ]; then echo; echo "failed:"; grep -E '\.\.\. FAILED' "$log" | sed 's/^/  /'; fi
+  if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -hE '^SKIPPED|\.\.\. ignored' "$log" $e2e_log | sed 's/^/  /'; fi
+  if [ "$failed" != 0 ]; then echo; echo "failed:"; grep -hE '\.\.\. FAILED' "$log" $e2e_log | sed 's/^/  /'; fi
   echo "$passed passed, $failed failed, $skipped skipped" | tee target/test-summary
   [ "$failed" = 0 ]
 }

@@ -118,7 +118,7 @@ impl LabGuest {
             Boot::Memory => share.join(PACKED).display().to_string(),
             Boot::Systemd | Boot::Plain => file("lab-initrd"),
         };
-        let kernel = file("vmlinuz");
+        let kernel = file("vmlinux");
         let network: &[&str] = match self.boot {
             Boot::Memory => &[
                 "-netdev",

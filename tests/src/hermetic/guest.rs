@@ -86,7 +86,7 @@ impl Spec {
   {extra_elements}
   <os>
     <type arch='x86_64' machine='q35'>hvm</type>
-    <kernel>{IMAGES}/vmlinuz</kernel>
+    <kernel>{IMAGES}/vmlinux</kernel>
     <initrd>{IMAGES}/initrd</initrd>
     <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable memhp_default_state=online_movable</cmdline>
   </os>

@@ -367,7 +367,7 @@ fn write_libvirt_settings(libvirtd_conf: &str) -> Result<()> {
 
 fn copy_images(from: &Path) -> Result<()> {
     fs::create_dir_all(IMAGES)?;
-    for name in ["vmlinuz", "initrd"] {
+    for name in ["vmlinux", "initrd"] {
         let source = from.join(name);
         fs::copy(&source, Path::new(IMAGES).join(name)).with_context(|| {
             format!("{} is missing: run images/build.sh first", source.display())

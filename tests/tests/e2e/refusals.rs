@@ -335,7 +335,7 @@ fn unrelated(_lab: &Lab) -> Result<()> {
     fs::rename(away, run)?;
     result?;
     ensure!(
-        Path::new(IMAGES).join("vmlinuz").exists(),
+        Path::new(IMAGES).join("vmlinux").exists(),
         "the host's images are where they were"
     );
     Ok(())

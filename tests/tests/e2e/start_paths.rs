@@ -74,7 +74,7 @@ fn installed(lab: &Lab) -> Result<()> {
     let spec = Spec::new("installed", RAM_MIB);
     let memory = RAM_MIB.to_string();
     let boot = format!(
-        "kernel={IMAGES}/vmlinuz,initrd={IMAGES}/initrd,\
+        "kernel={IMAGES}/vmlinux,initrd={IMAGES}/initrd,\
          kernel_args=console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable"
     );
     let serial = format!("unix,path={},mode=bind", spec.serial_socket().display());

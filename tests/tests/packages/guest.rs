@@ -40,7 +40,7 @@ fn life_of_the_packages() -> Result<()> {
     }
     let images = lab_guest::build(&top(), Kernel::Ordinary)?;
     let share = packages()?;
-    for image in ["vmlinuz", "initrd"] {
+    for image in ["vmlinux", "initrd"] {
         fs::copy(images.join(image), share.path().join(image))?;
     }
     fs::write(share.path().join("lab"), SCRIPT)?;

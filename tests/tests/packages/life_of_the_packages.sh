@@ -94,7 +94,7 @@ step "libvirt, confined"
 systemctl start libvirtd
 has "libvirtd's profile" "$(cat /proc/"$(pidof libvirtd)"/attr/current)" 'libvirtd (enforce)'
 mkdir -p /var/lib/libvirt/images /var/log/libvirt/qemu
-cp /share/vmlinuz /share/initrd /var/lib/libvirt/images/
+cp /share/vmlinux /share/initrd /var/lib/libvirt/images/
 virsh define /share/domain.xml
 uuid=$(virsh domuuid lab | tr -d '\n')
 outram attach lab --local-ratio 0.5 --server 127.0.0.1

@@ -86,7 +86,7 @@ fn discards(lab: &Lab) -> Result<()> {
     // Few pages, so that all of it happens to the same ones while others are evicted.
     let work = json!({"page": 1000, "pages": 15_000, "seconds": 1.0, "write_share": 0.5});
     let work = guest.send(1, "work", work)?;
-    let race = json!({"page": 100, "pages": 8, "writers": 2, "readers": 2, "discarders": 2,
+    let race = json!({"page": 100, "pages": 8, "writers": 2, "readers": 2, "discarders": 1,
         "rounds": 3000});
     demand_sound(&guest.command(0, "race", race)?)?;
     demand_sound(&guest.answer(work)?)?;
