@@ -12,7 +12,7 @@ out=$(images/build.sh)
 version=$(cat "$out/kernel-version")
 # For the root; for what runs in it.
 first="virtio_pci 9pnet_virtio 9p overlay"
-later="virtio_rng virtio_net kvm_amd veth tun vhost_net"
+later="virtio_rng virtio_net kvm_amd veth tun vhost_net nbd"
 # RDMA over any network device (soft-RoCE), for programs; its checksum is found by name when it is used.
 later="$later rdma_rxe ib_uverbs crc32_generic"
 

@@ -1,8 +1,10 @@
 //! What the server counts, and the page where Prometheus reads it.
 
 use std::fmt::Write as _;
-use std::sync::atomic::AtomicI64;
+use std::sync::atomic::{AtomicI64, AtomicU64};
+use std::time::Duration;
 
+use nix::time::{ClockId, clock_gettime};
 use outram_wire::identity::IdentityStatus;
 use outram_wire::server::ServerStats;
 use prometheus_client::encoding::text::encode;
@@ -123,6 +125,7 @@ pub(crate) struct Metrics {
     pub(crate) data_requests: Family<Of, Counter>,
     pub(crate) read_bytes: Counter,
     pub(crate) written_bytes: Counter,
+    cpu_seconds: Counter<f64, AtomicU64>,
     certificate_expiry: Gauge,
     certificate_refused: Gauge,
     memory_bytes: Gauge,
@@ -231,6 +234,11 @@ impl Metrics {
             &self.certificate_refused,
         );
         registry.register(
+            "cpu_seconds",
+            "Processor time that this process has taken",
+            self.cpu_seconds.clone(),
+        );
+        registry.register(
             "refused_strangers",
             "Connections turned away before they were anybody's, by reason",
             self.strangers.clone(),
@@ -289,6 +297,11 @@ impl Metrics {
         self.certificate_expiry.set(expiry);
         let refused = identity.refused.is_some();
         self.certificate_refused.set(refused.into());
+        // The clock of a process of its own can always be read.
+        if let Ok(taken) = clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID) {
+            let taken = Duration::from(taken).as_secs_f64();
+            self.cpu_seconds.inc_by(taken - self.cpu_seconds.get());
+        }
         let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         self.memory_bytes.set(signed(stats.memory_bytes));
         self.reserved_bytes.set(signed(stats.reserved_bytes));

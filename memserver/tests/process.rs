@@ -263,6 +263,7 @@ fn metrics_have_these_names() {
         "outram_memserver_client_leased_bytes gauge",
         "outram_memserver_client_reserved_bytes gauge",
         "outram_memserver_connections gauge",
+        "outram_memserver_cpu_seconds counter",
         "outram_memserver_data_requests counter",
         "outram_memserver_expired_sessions counter",
         "outram_memserver_expired_slabs counter",

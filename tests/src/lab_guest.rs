@@ -74,10 +74,21 @@ impl LabGuest {
     /// Runs the script `lab` of the folder `share` in the guest, and returns what it said. `images` is
     /// the folder that `images/lab/build.sh` filled.
     pub fn run(self, images: &Path, share: &Path, limit: Duration) -> Result<String> {
+        self.run_joined(images, share, limit, None)
+    }
+
+    /// The same with a network card, on a cable to another guest's.
+    pub fn run_joined(
+        self,
+        images: &Path,
+        share: &Path,
+        limit: Duration,
+        cable: Option<&Cable>,
+    ) -> Result<String> {
         forget_status(share)?;
         let console = share.join("console");
         let line = format!("file,id=line,path={}", console.display());
-        let mut guest = Running(self.start(images, share, &line, Stdio::null())?);
+        let mut guest = Running(self.start(images, share, &line, Stdio::null(), cable)?);
         let ended = wait_for("the lab guest to end", limit, || {
             guest.0.try_wait().context("waiting for QEMU")
         });
@@ -99,7 +110,7 @@ impl LabGuest {
         forget_status(share)?;
         // Ctrl-C is for the guest.
         let line = "stdio,id=line,signal=off";
-        let mut guest = Running(self.start(images, share, line, Stdio::inherit())?);
+        let mut guest = Running(self.start(images, share, line, Stdio::inherit(), None)?);
         let ended = guest.0.wait().context("waiting for QEMU")?;
         ensure!(ended.success(), "QEMU ended with {ended}");
         status(share)
@@ -111,6 +122,7 @@ impl LabGuest {
         share: &Path,
         line: &str,
         input: Stdio,
+        cable: Option<&Cable>,
     ) -> Result<std::process::Child> {
         let file = |name: &str| images.join(name).display().to_string();
         let (memory, vcpus) = (self.memory_mib.to_string(), self.vcpus.to_string());
@@ -119,14 +131,15 @@ impl LabGuest {
             Boot::Systemd | Boot::Plain => file("lab-initrd"),
         };
         let kernel = file("vmlinux");
-        let network: &[&str] = match self.boot {
-            Boot::Memory => &[
-                "-netdev",
-                "user,id=net",
-                "-device",
-                "virtio-net-pci,netdev=net",
+        let network = match (self.boot, cable) {
+            (_, Some(cable)) => cable.devices(),
+            (Boot::Memory, None) => vec![
+                "-netdev".to_owned(),
+                "user,id=net".to_owned(),
+                "-device".to_owned(),
+                "virtio-net-pci,netdev=net".to_owned(),
             ],
-            Boot::Systemd | Boot::Plain => &[],
+            (Boot::Systemd | Boot::Plain, None) => Vec::new(),
         };
         let words = format!(
             "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off {}",
@@ -161,6 +174,43 @@ impl LabGuest {
             .stdin(input)
             .spawn()
             .context("setpriv could not be run")
+    }
+}
+
+/// One end of a cable between the network cards of two guests. Frames are datagrams between two sockets,
+/// and whoever is not there yet misses them.
+#[derive(Clone, Debug)]
+pub struct Cable {
+    here: PathBuf,
+    there: PathBuf,
+    /// Of the card.
+    mac: &'static str,
+}
+
+impl Cable {
+    /// Both ends of a cable whose sockets are in `folder`.
+    pub fn within(folder: &Path) -> [Self; 2] {
+        let [a, b] = ["cable-a", "cable-b"].map(|name| folder.join(name));
+        let end = |here: &PathBuf, there: &PathBuf, mac| Self {
+            here: here.clone(),
+            there: there.clone(),
+            mac,
+        };
+        [
+            end(&a, &b, "52:54:00:00:02:01"),
+            end(&b, &a, "52:54:00:00:02:02"),
+        ]
+    }
+
+    fn devices(&self) -> Vec<String> {
+        let netdev = format!(
+            "dgram,id=net,local.type=unix,local.path={},remote.type=unix,remote.path={}",
+            self.here.display(),
+            self.there.display()
+        );
+        // A page and its headers in a frame.
+        let card = format!("virtio-net-pci,netdev=net,mac={},host_mtu=4200", self.mac);
+        vec!["-netdev".to_owned(), netdev, "-device".to_owned(), card]
     }
 }
 

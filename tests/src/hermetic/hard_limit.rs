@@ -19,6 +19,17 @@ pub struct HardLimit {
 impl HardLimit {
     /// Makes a cgroup that may hold `bytes`, without swap. The error says why none can be made here.
     pub fn new(bytes: u64) -> Result<Self> {
+        let made = Self::with_swap(bytes)?;
+        // Absent where swap is not accounted; tests run without swap or accept it.
+        let _ = match made.version {
+            2 => made.write("memory.swap.max", "0"),
+            _ => made.write("memory.memsw.limit_in_bytes", &bytes.to_string()),
+        };
+        Ok(made)
+    }
+
+    /// The same with whatever swap the machine has.
+    pub fn with_swap(bytes: u64) -> Result<Self> {
         let mut reasons = Vec::new();
         for (mount, version) in cgroup_mounts() {
             match Self::make(&mount, version, bytes) {
@@ -41,13 +52,13 @@ impl HardLimit {
             version,
             home: home(mount, version),
         };
-        made.write(limit_file(version), &bytes.to_string())?;
-        // Absent where swap is not accounted; tests run without swap or accept it.
-        let _ = match version {
-            2 => made.write("memory.swap.max", "0"),
-            _ => made.write("memory.memsw.limit_in_bytes", &bytes.to_string()),
-        };
+        made.set_limit(bytes)?;
         Ok(made)
+    }
+
+    /// Sets another limit; the kernel reclaims what is above it first.
+    pub fn set_limit(&self, bytes: u64) -> Result<()> {
+        self.write(limit_file(self.version), &bytes.to_string())
     }
 
     fn write(&self, file: &str, value: &str) -> Result<()> {

@@ -147,26 +147,12 @@ impl MemServer {
 
     /// Its metrics as text.
     pub fn metrics(&self) -> Result<String> {
-        let mut socket = TcpStream::connect(&self.metrics)
-            .with_context(|| format!("metrics at {}", self.metrics))?;
-        socket.set_read_timeout(Some(Duration::from_secs(10)))?;
-        let request = format!(
-            "GET /metrics HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n",
-            self.metrics
-        );
-        socket.write_all(request.as_bytes())?;
-        let mut answer = String::new();
-        socket.read_to_string(&mut answer)?;
-        let Some((_, body)) = answer.split_once("\r\n\r\n") else {
-            bail!("no HTTP answer from the metrics address: {answer}");
-        };
-        Ok(body.to_owned())
+        scrape(&self.metrics)
     }
 
     /// Sum of the samples of one metric.
     pub fn metric(&self, name: &str) -> Result<u64> {
-        let text = self.metrics()?;
-        sum_samples(&text, name).with_context(|| format!("no metric {name} in:\n{text}"))
+        Ok(sample(&self.metrics, name)? as u64)
     }
 
     /// Slabs that clients hold, by the server's own count.
@@ -220,8 +206,29 @@ fn spawn(program: &Path, arguments: &[String], log: &Path) -> Result<Child> {
         .with_context(|| format!("{} could not be run", program.display()))
 }
 
+/// What is answered to scrapers at `address`.
+fn scrape(address: &str) -> Result<String> {
+    let mut socket =
+        TcpStream::connect(address).with_context(|| format!("metrics at {address}"))?;
+    socket.set_read_timeout(Some(Duration::from_secs(10)))?;
+    let request = format!("GET /metrics HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+    socket.write_all(request.as_bytes())?;
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer)?;
+    let Some((_, body)) = answer.split_once("\r\n\r\n") else {
+        bail!("no HTTP answer from the metrics address: {answer}");
+    };
+    Ok(body.to_owned())
+}
+
+/// Sum of the samples of one metric of the server that answers scrapers at `address`.
+pub fn sample(address: &str, name: &str) -> Result<f64> {
+    let text = scrape(address)?;
+    sum_samples(&text, name).with_context(|| format!("no metric {name} in:\n{text}"))
+}
+
 /// Adds up a metric's samples over all labels; `None` where there is none.
-fn sum_samples(text: &str, name: &str) -> Option<u64> {
+fn sum_samples(text: &str, name: &str) -> Option<f64> {
     let values: Vec<f64> = text
         .lines()
         .filter_map(|line| {
@@ -233,7 +240,7 @@ fn sum_samples(text: &str, name: &str) -> Option<u64> {
             value.split_whitespace().next()?.parse().ok()
         })
         .collect();
-    (!values.is_empty()).then(|| values.iter().sum::<f64>() as u64)
+    (!values.is_empty()).then(|| values.iter().sum())
 }
 
 #[cfg(test)]
@@ -243,8 +250,8 @@ mod tests {
     #[test]
     fn samples_are_summed_over_labels() {
         let text = "# HELP a x\na{vm=\"1\"} 3\na{vm=\"2\"} 4\nab 9\nc 1e3\n";
-        assert_eq!(sum_samples(text, "a"), Some(7));
-        assert_eq!(sum_samples(text, "c"), Some(1000));
+        assert_eq!(sum_samples(text, "a"), Some(7.0));
+        assert_eq!(sum_samples(text, "c"), Some(1000.0));
         assert_eq!(sum_samples(text, "missing"), None);
     }
 }

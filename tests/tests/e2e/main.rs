@@ -12,6 +12,7 @@ mod disk;
 mod dump;
 mod editing;
 mod far_disk;
+mod far_host;
 mod fixture;
 mod host_life;
 mod hotplug;
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
         migration_fails::TESTS,
         under_kvm::TESTS,
         vhost_net::TESTS,
+        far_host::TESTS,
         outage::TESTS,
         backend_dies::TESTS,
         strangers::TESTS,

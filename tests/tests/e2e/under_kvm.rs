@@ -4,6 +4,7 @@
 //! the kernel notes what they store while they are moved.
 
 use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -23,7 +24,7 @@ pub(crate) const TESTS: &[Test] = &[("live_migration_under_kvm", |_| {
 })];
 
 /// Memory for the guest within, twice while it moves, what it has at the memory server, programs.
-const GUEST: LabGuest = LabGuest {
+pub(crate) const GUEST: LabGuest = LabGuest {
     boot: Boot::Plain,
     memory_mib: 3072,
     vcpus: 2,
@@ -44,19 +45,39 @@ const WANTED: &str = "OUTRAM_TEST_UNDER_KVM";
 
 /// Runs a test of this program in the lab guest, which boots this kernel, where that is asked for.
 pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
+    demand_wanted()?;
+    let images = lab_guest::build(top(), kernel)?;
+    // Private to the sandbox: gone with it, however that ends.
+    let share = tempfile::tempdir_in("/run")?;
+    again_in(share.path(), test, "", |share| {
+        GUEST.run(&images, share, limit)
+    })
+    .map(drop)
+}
+
+/// Skips a test that nobody has asked for.
+pub(crate) fn demand_wanted() -> Result<()> {
     if std::env::var_os(WANTED).is_none_or(|value| value != "1") {
         let reason =
             format!("it takes minutes, on a busy machine many: ask for it with {WANTED}=1");
         bail!(Skipped(reason));
     }
-    let images = lab_guest::build(top(), kernel)?;
-    // Private to the sandbox: gone with it, however that ends.
-    let share = tempfile::tempdir_in("/run")?;
+    Ok(())
+}
+
+/// Runs a test of this program in a lab guest that `run` boots with this shared folder, after the lines
+/// `before` of a script; returns what it said.
+pub(crate) fn again_in(
+    share: &Path,
+    test: &str,
+    before: &str,
+    run: impl FnOnce(&Path) -> Result<String>,
+) -> Result<String> {
     let program = std::env::current_exe().context("this program's own path")?;
-    let script = script(&program.display().to_string(), test);
-    fs::write(share.path().join("lab"), script)?;
-    let said = GUEST.run(&images, share.path(), limit);
-    let inner = share.path().join(test);
+    let script = script(&program.display().to_string(), test, before);
+    fs::write(share.join("lab"), script)?;
+    let said = run(share);
+    let inner = share.join(test);
     if inner.is_dir() {
         let to = logs().join(format!("{test}-under-kvm"));
         let copied = std::process::Command::new("cp")
@@ -71,14 +92,15 @@ pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Re
     }
     // Neither left out nor skipped in there.
     ensure!(said.contains("1 passed; 0 failed"), "{said}");
-    Ok(())
+    Ok(said)
 }
 
 /// Its lines are indented, so that nobody takes them for those of the suite outside.
-fn script(program: &str, test: &str) -> String {
+fn script(program: &str, test: &str, before: &str) -> String {
     format!(
         "grep -qw svm /proc/cpuinfo || {{ echo '{NO_SVM}'; exit 0; }}
 set -o pipefail
+{before}
 cd '{top}/tests'
 export {ACCELERATION}=kvm {RAM_VARIABLE}={RAM_MIB}
 rm -f ../target/e2e-times

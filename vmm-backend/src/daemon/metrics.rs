@@ -323,6 +323,21 @@ impl Snapshot {
             "server",
             &connected,
         )?;
+        let over_rdma = of(|server| {
+            let transport = server.transport.as_deref().unwrap_or_default();
+            transport.starts_with("RDMA").into()
+        });
+        family(
+            encoder,
+            (
+                "server_rdma",
+                "Whether pages go to and come from a memory server over RDMA",
+                None,
+            ),
+            MetricType::Gauge,
+            "server",
+            &over_rdma,
+        )?;
         let stored = of(|server| server.stored_bytes);
         family(
             encoder,
@@ -466,7 +481,7 @@ mod tests {
             address: "mem1:7741".to_owned(),
             connected: true,
             detail: None,
-            transport: None,
+            transport: Some("RDMA (mlx5_0)".to_owned()),
             slabs: 3,
             reserved_bytes: 1 << 30,
             stored_bytes: 4096,
@@ -567,6 +582,7 @@ mod tests {
                 "outram_stray_device_accesses counter",
                 "outram_fault_wait_seconds counter",
                 "outram_server_connected gauge",
+                "outram_server_rdma gauge",
                 "outram_server_stored_bytes gauge",
                 "outram_server_slabs gauge",
                 "outram_certificate_expiry_timestamp_seconds gauge",
@@ -583,6 +599,7 @@ mod tests {
             "outram_fault_wait_seconds_total 1.5",
             "outram_certificate_expiry_timestamp_seconds 1900000000",
             "outram_server_connected{server=\"mem1:7741\"} 1.0",
+            "outram_server_rdma{server=\"mem1:7741\"} 1.0",
             "outram_far_disk_bytes{of=\"stored\"} 4096",
             "outram_far_disk_requests_total{outcome=\"error\"} 4",
             "outram_fault_latency_seconds_bucket{le=\"0.00005\",outcome=\"remote\"} 1",
