@@ -157,6 +157,11 @@ pub fn enter() -> Result<Side> {
     }
 }
 
+/// Whether this is a sandbox that was [entered](enter), and no machine that is there for a test alone.
+pub(super) fn is_made() -> bool {
+    std::env::var_os(OWNER).is_some()
+}
+
 /// The cgroup name that this run may use below any cgroup mount.
 pub fn cgroup_name() -> String {
     let owner = std::env::var(OWNER).unwrap_or_else(|_| std::process::id().to_string());

@@ -37,7 +37,7 @@ const OTHER: LabGuest = LabGuest {
 };
 
 /// How long it may all take.
-const LIMIT: Duration = Duration::from_secs(1500);
+const LIMIT: Duration = Duration::from_secs(2400);
 
 /// The server's name as a certificate has it, and its addresses.
 const SERVER: &str = "far";
@@ -183,7 +183,7 @@ fn attached(lab: &Lab, scheme: &str, transport: &str) -> Result<()> {
     let guest = started_with(lab, scheme, scheme)?;
     let mut console = guest.boot()?;
     demand_transport(&guest.status()?, transport)?;
-    console.ask("alloc 60", "ALLOCATED", LONG)?;
+    console.ask("alloc 50", "ALLOCATED", LONG)?;
     let mut visits = Visits::default();
     for ratio in RATIOS {
         lab.tune(&guest, &["--local-ratio", &ratio.to_string()])?;
@@ -225,7 +225,7 @@ fn attached_live(lab: &Lab) -> Result<()> {
         "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>".to_owned();
     let guest = Guest::define(spec)?;
     let mut console = guest.boot()?;
-    console.ask("alloc 60", "ALLOCATED", LONG)?;
+    console.ask("alloc 50", "ALLOCATED", LONG)?;
     console.ask("work 0", "WORKING", LONG)?;
     let (scheme, transport) = WAYS[0];
     let server = format!("{scheme}://{ADDRESS}");
@@ -261,7 +261,8 @@ fn outram(lab: &Lab, arguments: &[&str]) -> Result<()> {
 }
 
 fn verify(console: &mut Console) -> Result<()> {
-    let report = console.ask("verify", "CHECKER", LONG)?;
+    // Each page costs several milliseconds there.
+    let report = console.ask("verify", "CHECKER", 4 * LONG)?;
     demand_no_mismatch(console, &report)
 }
 
@@ -297,7 +298,7 @@ fn swapped(lab: &Lab) -> Result<()> {
     let guest = Guest::define(spec)?;
     let group = HardLimit::with_swap((ram_mib + OVERHEAD_MIB) << 20)?;
     let mut console = lab.boot_in(&group, &guest)?;
-    console.ask("alloc 60", "ALLOCATED", LONG)?;
+    console.ask("alloc 50", "ALLOCATED", LONG)?;
     let mut visits = Visits::default();
     for ratio in RATIOS {
         let local_mib = (ram_mib as f64 * ratio) as u64;
