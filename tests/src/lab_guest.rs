@@ -177,39 +177,37 @@ impl LabGuest {
     }
 }
 
-/// One end of a cable between the network cards of two guests. Frames are datagrams between two sockets,
-/// and whoever is not there yet misses them.
+/// One end of a cable between the network cards of two guests: a socket, so that no frame is lost on
+/// it. (Of datagrams the kernel queues ten, and RDMA waits tens of milliseconds for each one lost.)
 #[derive(Clone, Debug)]
 pub struct Cable {
-    here: PathBuf,
-    there: PathBuf,
-    /// Of the card.
-    mac: &'static str,
+    socket: PathBuf,
+    /// Whether this end is there first, and the other comes to it.
+    first: bool,
 }
 
 impl Cable {
-    /// Both ends of a cable whose sockets are in `folder`.
+    /// Both ends of a cable whose socket is in `folder`: that of the guest that is started first, and
+    /// that of the other.
     pub fn within(folder: &Path) -> [Self; 2] {
-        let [a, b] = ["cable-a", "cable-b"].map(|name| folder.join(name));
-        let end = |here: &PathBuf, there: &PathBuf, mac| Self {
-            here: here.clone(),
-            there: there.clone(),
-            mac,
-        };
-        [
-            end(&a, &b, "52:54:00:00:02:01"),
-            end(&b, &a, "52:54:00:00:02:02"),
-        ]
+        let socket = folder.join("cable");
+        [true, false].map(|first| Self {
+            socket: socket.clone(),
+            first,
+        })
     }
 
     fn devices(&self) -> Vec<String> {
+        let (server, mac) = match self.first {
+            true => ("on", "52:54:00:00:02:01"),
+            false => ("off", "52:54:00:00:02:02"),
+        };
         let netdev = format!(
-            "dgram,id=net,local.type=unix,local.path={},remote.type=unix,remote.path={}",
-            self.here.display(),
-            self.there.display()
+            "stream,id=net,server={server},addr.type=unix,addr.path={}",
+            self.socket.display()
         );
         // A page and its headers in a frame.
-        let card = format!("virtio-net-pci,netdev=net,mac={},host_mtu=4200", self.mac);
+        let card = format!("virtio-net-pci,netdev=net,mac={mac},host_mtu=4200");
         vec!["-netdev".to_owned(), netdev, "-device".to_owned(), card]
     }
 }

@@ -66,7 +66,7 @@ fn two_machines(lab: &Lab) -> Result<()> {
         there.join("lab"),
         serve(&lab.host.program("outram-memserver")?),
     )?;
-    let [near_end, far_end] = Cable::within(folder.path());
+    let [far_end, near_end] = Cable::within(folder.path());
     let said = thread::scope(|scope| {
         let other = scope.spawn(|| OTHER.run_joined(&images, &there, LIMIT, Some(&far_end)));
         let said = wait_for("the other machine to serve", LONG, || {
