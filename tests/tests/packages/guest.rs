@@ -50,21 +50,26 @@ fn life_of_the_packages() -> Result<()> {
     fs::write(share.path().join("domain.xml"), domain())?;
     fs::write(share.path().join("exposures"), exposures())?;
     let said = GUEST.run(&images, share.path(), GUEST_LIMIT)?;
-    for done in [
-        "mismatches=0",
-        "Overall exposure level",
-        "s: all of it is as it should be",
-    ] {
+    let mut done = vec!["Overall exposure level", "s: all of it is as it should be"];
+    if is_under_kvm() {
+        done.push("mismatches=0");
+    }
+    for done in done {
         ensure!(said.contains(done), "it did not say '{done}': {said}");
     }
     Ok(())
 }
 
-/// The guest within, of KVM where that is asked for: much faster, but on an emulated processor some hang.
+/// Whether the guest within is of KVM: fast enough to check its memory, but on an emulated processor
+/// some hang, or their machine does.
+fn is_under_kvm() -> bool {
+    std::env::var(UNDER_KVM).is_ok_and(|value| value == "1")
+}
+
 fn domain() -> String {
-    match std::env::var(UNDER_KVM).as_deref() {
-        Ok("1") => DOMAIN.replace("type='qemu'", "type='kvm'"),
-        _ => DOMAIN.to_owned(),
+    match is_under_kvm() {
+        true => DOMAIN.replace("type='qemu'", "type='kvm'"),
+        false => DOMAIN.to_owned(),
     }
 }
 
