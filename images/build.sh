@@ -4,7 +4,7 @@
 #
 #   images/build.sh        builds what is missing or out of date, prints the folder
 #
-# Result: target/images/{vmlinux,initrd,kernel-version}. A second run with nothing changed needs no
+# Result: target/images/{vmlinux,vmlinuz,initrd,kernel-version}. A second run with nothing changed needs no
 # network. OUTRAM_KERNEL_PACKAGE names another kernel package than the distribution's current one;
 # 'newest' is the one of the highest version that is offered. OUTRAM_IMAGES names another folder.
 set -euo pipefail
@@ -106,7 +106,9 @@ if [ "$(cat "$out/stamp" 2>/dev/null)" != "$package $stamp" ]; then
   fetch_kernel "$package"
   version=$(ls "$out/kernel/lib/modules")
   build_initrd "$version"
-  unpack_kernel "$out/kernel/boot/vmlinuz-$version" >"$out/vmlinux.new"
+  cp "$out/kernel/boot/vmlinuz-$version" "$out/vmlinuz.new"
+  mv "$out/vmlinuz.new" "$out/vmlinuz"
+  unpack_kernel "$out/vmlinuz" >"$out/vmlinux.new"
   mv "$out/vmlinux.new" "$out/vmlinux"; mv "$out/initrd.new" "$out/initrd"
   echo "$version" >"$out/kernel-version"; echo "$package" >"$out/kernel-package"
   echo "$package $stamp" >"$out/stamp"

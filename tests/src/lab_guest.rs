@@ -130,7 +130,12 @@ impl LabGuest {
             Boot::Memory => share.join(PACKED).display().to_string(),
             Boot::Systemd | Boot::Plain => file("lab-initrd"),
         };
-        let kernel = file("vmlinux");
+        // One that is suspended unpacks its kernel by itself: QEMU writes an ELF file to the guest's memory
+        // anew when it wakes.
+        let kernel = file(match self.boot {
+            Boot::Memory => "vmlinuz",
+            Boot::Systemd | Boot::Plain => "vmlinux",
+        });
         let network = match (self.boot, cable) {
             (_, Some(cable)) => cable.devices(),
             (Boot::Memory, None) => vec![
