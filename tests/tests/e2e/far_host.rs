@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use outram_tests::hermetic::command::{run, run_within, wait_for};
+use outram_tests::hermetic::command::{run, wait_for};
 use outram_tests::hermetic::console::Console;
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::hard_limit::HardLimit;
@@ -20,6 +20,7 @@ use outram_wire::control::Status;
 
 use crate::Test;
 use crate::fixture::{LONG, Lab, SHORT, demand_no_mismatch, ram_mib, top, wait_under_limit};
+use crate::live::{SHARED, outram};
 use crate::under_kvm::{GUEST, again_in, demand_wanted};
 
 const NAME: &str = "a_guest_of_kvm_is_paged_by_another_machine";
@@ -170,17 +171,10 @@ fn guests(lab: &Lab) -> Result<()> {
     attached_live(lab)
 }
 
-fn started_with(lab: &Lab, name: &str, scheme: &str) -> Result<Guest> {
-    let server = format!("{scheme}://{ADDRESS}");
-    lab.attach(
-        Spec::new(name, ram_mib()?),
-        &["--local-ratio", "1"],
-        &server,
-    )
-}
-
 fn attached(lab: &Lab, scheme: &str, transport: &str) -> Result<()> {
-    let guest = started_with(lab, scheme, scheme)?;
+    let spec = Spec::new(scheme, ram_mib()?);
+    let server = format!("{scheme}://{ADDRESS}");
+    let guest = lab.attach(spec, &["--local-ratio", "1"], &server)?;
     let mut console = guest.boot()?;
     demand_transport(&guest.status()?, transport)?;
     console.ask("alloc 50", "ALLOCATED", LONG)?;
@@ -221,8 +215,7 @@ fn attached(lab: &Lab, scheme: &str, transport: &str) -> Result<()> {
 /// Attached while it runs, tuned, and detached while it runs.
 fn attached_live(lab: &Lab) -> Result<()> {
     let mut spec = Spec::new("live", ram_mib()?);
-    spec.extra_elements =
-        "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>".to_owned();
+    spec.extra_elements = SHARED.to_owned();
     let guest = Guest::define(spec)?;
     let mut console = guest.boot()?;
     console.ask("alloc 50", "ALLOCATED", LONG)?;
@@ -251,13 +244,6 @@ fn attached_live(lab: &Lab) -> Result<()> {
     verify(&mut console)?;
     console.send("poweroff")?;
     guest.wait_state("shut off", LONG)
-}
-
-/// Runs `outram`, with time for what takes long.
-fn outram(lab: &Lab, arguments: &[&str]) -> Result<()> {
-    let finished = run_within(LONG, &lab.host.program("outram")?, arguments)?;
-    ensure!(finished.success(), "{}: {}", finished.line, finished.said());
-    Ok(())
 }
 
 fn verify(console: &mut Console) -> Result<()> {

@@ -31,7 +31,9 @@ pub(crate) const TESTS: &[Test] = &[
     ("a_far_memory_disk_comes_live_and_stays", far_disk),
 ];
 
-const SHARED: &str = "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
+/// RAM that another process can map, as attaching demands.
+pub(crate) const SHARED: &str =
+    "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
 
 /// A guest that can be attached while it runs: libvirt leaves it a free PCIe port.
 fn ready(name: &str) -> Spec {
@@ -55,7 +57,7 @@ fn verify(console: &mut Console) -> Result<()> {
 }
 
 /// Runs `outram`, with time for what takes long.
-fn outram(lab: &Lab, arguments: &[&str]) -> Result<String> {
+pub(crate) fn outram(lab: &Lab, arguments: &[&str]) -> Result<String> {
     let finished = run_within(LONG, &lab.host.program("outram")?, arguments)?;
     ensure!(
         finished.success(),
