@@ -170,6 +170,8 @@ pub struct Counters {
     pub evicted_clean_pages: u64,
     /// ... of which same-filled: kept as a word.
     pub evicted_filled_pages: u64,
+    /// Pages asked for before anybody waited for them: the guest went through its memory in order.
+    pub fetched_ahead_pages: u64,
     /// Pages written to memory servers.
     pub writeback_pages: u64,
     /// Pages freed by the guest (balloon, free-page reporting).

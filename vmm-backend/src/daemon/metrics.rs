@@ -256,6 +256,11 @@ impl Snapshot {
                 counters.refaults,
             ),
             (
+                "fetched_ahead_pages",
+                "Pages asked for before anybody waited for them",
+                counters.fetched_ahead_pages,
+            ),
+            (
                 "writeback_pages",
                 "Pages written to memory servers",
                 counters.writeback_pages,
@@ -574,6 +579,7 @@ mod tests {
                 "outram_wire_bytes counter",
                 "outram_stalls counter",
                 "outram_refaults counter",
+                "outram_fetched_ahead_pages counter",
                 "outram_writeback_pages counter",
                 "outram_removed_pages counter",
                 "outram_integrity_failures counter",

@@ -89,10 +89,11 @@ impl Budget {
         assert!(before >= pages, "more pages released than were counted");
     }
 
-    /// Room that faults may take without eating into the reserve.
+    /// Room that pages which nobody waits for yet may take: as long as a quarter of the reserve is left to
+    /// those that somebody waits for. Eviction, which begins at half of it, makes room meanwhile.
     pub fn spare(&self) -> u64 {
         let limit = self.limit();
-        (limit - self.reserve_of(limit)).saturating_sub(self.used())
+        (limit - self.reserve_of(limit).div_ceil(4)).saturating_sub(self.used())
     }
 
     /// Pages that have to be chosen for eviction now: down to the low watermark once the high one
@@ -199,7 +200,7 @@ mod tests {
         assert_eq!(budget.shortage(), 0);
         budget.force(1);
         assert_eq!(budget.shortage(), 2);
-        assert_eq!(Budget::new(32, PageSize::HUGE).spare(), 30);
+        assert_eq!(Budget::new(32, PageSize::HUGE).spare(), 31);
     }
 
     #[test]

@@ -12,6 +12,7 @@
 pub mod budget;
 pub mod eviction;
 pub mod policy;
+mod prefetch;
 pub mod recovery;
 pub mod seal;
 pub mod shard;
@@ -133,6 +134,8 @@ pub struct Fetch {
     pub page: PageIndex,
     /// Where it lies.
     pub slot: SlotId,
+    /// Whether nobody waits for it yet: it goes behind what somebody waits for.
+    pub ahead: bool,
 }
 
 /// A page in staging, to be written to the memory servers.

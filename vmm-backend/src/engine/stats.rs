@@ -85,6 +85,8 @@ pub struct Stats {
     pub failed_runs: Counter,
     /// Pages written to the servers.
     pub written_back: Counter,
+    /// Pages asked for before anybody waited for them.
+    pub fetched_ahead: Counter,
     /// Pages that the guest gave back.
     pub removed: Counter,
     /// Faults that waited for room under the limit.
@@ -124,6 +126,7 @@ impl Stats {
             evicted_staged: Counter::default(),
             failed_runs: Counter::default(),
             written_back: Counter::default(),
+            fetched_ahead: Counter::default(),
             removed: Counter::default(),
             stalls_limit: Counter::default(),
             stalls_pool: Counter::default(),

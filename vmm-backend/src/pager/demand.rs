@@ -6,6 +6,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+use outram_wire::server::Extent;
+
 use super::writer::extent_of;
 use crate::engine::slots::{Place, ServerIndex};
 use crate::engine::{Fetch, FetchId, SharedRef};
@@ -21,6 +23,14 @@ enum Line {
     Up(Box<DataConn>),
     /// Taken out for a moment, while its replies are handled.
     Lent,
+}
+
+/// What nobody waits for yet goes out with what else is queued by then.
+fn submit(conn: &mut DataConn, fetch: &Fetch, extent: Extent) -> Result<(), SubmitError> {
+    match fetch.ahead {
+        true => conn.queue_read(fetch.id.0, &[extent]),
+        false => conn.submit_read(fetch.id.0, &[extent]),
+    }
 }
 
 /// The demand reads of a shard.
@@ -59,7 +69,7 @@ impl DemandReads {
         let Place { slab, .. } = place;
         let extent = extent_of(place, self.shared.page_size);
         let (queued, reachable) = match &mut self.lines[slab.server] {
-            Line::Up(conn) => match conn.submit_read(fetch.id.0, &[extent]) {
+            Line::Up(conn) => match submit(conn, &fetch, extent) {
                 Ok(()) => (false, true),
                 Err(SubmitError::QueueFull) => (true, true),
                 Err(error) => {

@@ -158,6 +158,7 @@ impl Pager {
             evicted_clean_pages: clean,
             evicted_filled_pages: filled,
             writeback_pages: stats.written_back.get(),
+            fetched_ahead_pages: stats.fetched_ahead.get(),
             removed_pages: stats.removed.get(),
             wire_received_bytes: demand(|gauges| &gauges.wire_received_bytes)
                 + self

@@ -191,6 +191,15 @@ impl DataConn {
         carried!(mut self.submit_read(id, extents))
     }
 
+    /// The same, but where the carrier sends by system calls, the request waits for [`DataConn::flush`]:
+    /// many go out by one then.
+    pub fn queue_read(&mut self, id: u64, extents: &[Extent]) -> Result<(), SubmitError> {
+        match &mut self.carrier {
+            Carrier::Tcp(conn) => conn.queue_read(id, extents),
+            Carrier::Verbs(conn) => conn.submit_read(id, extents),
+        }
+    }
+
     /// Sends `payload`, whose pieces together are as long as `extents`, to be stored there.
     pub fn submit_write(
         &mut self,

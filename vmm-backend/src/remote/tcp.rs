@@ -18,6 +18,9 @@ use super::{ExtentError, RemoteError, ServerAddress, SubmitError};
 /// while the former is on its way.
 const MAX_QUEUED_BYTES: usize = 2 * (MAX_REQUEST_BYTES + MAX_PAYLOAD_BYTES);
 
+/// The queue grows by as much at least: small requests are queued one after the other.
+const QUEUE_STEP_BYTES: usize = 4096;
+
 /// The receive buffer at first: many single pages. It grows to the largest reply that is awaited.
 const BUFFER_BYTES: usize = 256 * 1024;
 
@@ -96,7 +99,15 @@ impl TcpConn {
 
     /// Asks for the bytes of `extents`; the reply under `id` holds them one after the other.
     pub(super) fn submit_read(&mut self, id: u64, extents: &[Extent]) -> Result<(), SubmitError> {
-        self.submit(Op::Read, id, extents, &[])
+        self.prepare(Op::Read, id, extents, &[])?;
+        self.send(&[]).map_err(SubmitError::Dead)
+    }
+
+    /// The same, left to the next [`TcpConn::flush`].
+    pub(super) fn queue_read(&mut self, id: u64, extents: &[Extent]) -> Result<(), SubmitError> {
+        self.prepare(Op::Read, id, extents, &[])?;
+        self.queue_rest(&[], 0);
+        Ok(())
     }
 
     /// Sends `payload`, whose pieces together are as long as `extents`, to be stored there.
@@ -106,10 +117,12 @@ impl TcpConn {
         extents: &[Extent],
         payload: &[&[u8]],
     ) -> Result<(), SubmitError> {
-        self.submit(Op::Write, id, extents, payload)
+        self.prepare(Op::Write, id, extents, payload)?;
+        self.send(payload).map_err(SubmitError::Dead)
     }
 
-    fn submit(
+    /// Checks a request, notes it as in flight, and encodes it into `self.frame`.
+    fn prepare(
         &mut self,
         op: Op,
         id: u64,
@@ -139,7 +152,7 @@ impl TcpConn {
             slabs: SlabNames::of(extents),
         };
         self.pending.insert(id, pending);
-        self.send(payload).map_err(SubmitError::Dead)
+        Ok(())
     }
 
     /// Sends `self.frame` and the payload: what the socket takes at once, the rest is queued.
@@ -164,6 +177,12 @@ impl TcpConn {
             };
             self.line.sent_bytes += sent as u64;
         }
+        self.queue_rest(payload, sent);
+        Ok(())
+    }
+
+    /// Queues `self.frame` and the payload but for the first `sent` bytes.
+    fn queue_rest(&mut self, payload: &[&[u8]], sent: usize) {
         self.make_queue_room(payload, sent);
         let mut skip = sent;
         for piece in std::iter::once(self.frame.as_slice()).chain(payload.iter().copied()) {
@@ -171,7 +190,6 @@ impl TcpConn {
             skip -= skipped;
             self.queue.extend_from_slice(&piece[skipped..]);
         }
-        Ok(())
     }
 
     /// Room for what the socket did not take, and not more: a vector that doubles by itself would
@@ -181,7 +199,7 @@ impl TcpConn {
         self.queue_start = 0;
         let payload_bytes: usize = payload.iter().map(|piece| piece.len()).sum();
         let rest = self.frame.len() + payload_bytes - sent;
-        self.queue.reserve_exact(rest);
+        self.queue.reserve_exact(rest.max(QUEUE_STEP_BYTES));
     }
 
     /// Whether bytes wait for the socket to become writable: poll for that, then [`Self::flush`].

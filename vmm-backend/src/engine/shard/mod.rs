@@ -11,6 +11,7 @@
 //! After any batch of events the caller calls [`Shard::pump`], which retries what could not be
 //! done, gives room to those who wait for it, and hands out runs to evict.
 
+mod ahead;
 mod homing;
 mod moving;
 mod parts;
@@ -24,6 +25,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::eviction::Punching;
 use super::policy::{Arrival, Policy};
+use super::prefetch::Prefetch;
 use super::stats::FaultKind;
 use super::table::{Entry, State};
 use super::{Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SharedRef};
@@ -79,6 +81,10 @@ struct Pending {
     pins: Vec<PinId>,
     since_us: u64,
     wait: Wait,
+    /// Fetched before anybody asked for it; who does then joins in.
+    ahead: bool,
+    /// Whether stores are expected of whoever asks for it.
+    expects_store: bool,
     /// The bytes of a stored page whose COPY was refused, and its entry then: under a storm of
     /// discards few attempts find a gap, and each would cost a fetch.
     fetched: Option<(Entry, Box<[u8]>)>,
@@ -92,6 +98,8 @@ impl Pending {
             pins: Vec::new(),
             since_us: now_us,
             wait: Wait::Retry,
+            ahead: false,
+            expects_store: false,
             fetched: None,
         }
     }
@@ -103,6 +111,7 @@ impl Pending {
 
     fn wants_write(&self) -> bool {
         !self.pins.is_empty()
+            || self.expects_store
             || self
                 .fault
                 .is_some_and(|fault| fault.write || fault.protected)
@@ -145,6 +154,7 @@ pub struct Shard<P: Ports> {
     ending: bool,
     next_zero: PageIndex,
     zero_ahead: u32,
+    prefetch: Prefetch,
     /// Time that answered faults have waited.
     answered_wait_us: u64,
     /// A page's worth of room, to be filled with a word.
@@ -155,6 +165,7 @@ impl<P: Ports> Shard<P> {
     /// The owner of `range`, without any pages yet.
     pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
         let filler = vec![0; shared.page_size.length()].into();
+        let window = shared.page_size.pages_in(ahead::WINDOW_BYTES, 0) as u32;
         Self {
             range,
             parts: Vec::new(),
@@ -181,6 +192,7 @@ impl<P: Ports> Shard<P> {
             ending: false,
             next_zero: range.first,
             zero_ahead: 1,
+            prefetch: Prefetch::new(window),
             answered_wait_us: 0,
             filler,
         }
@@ -349,7 +361,7 @@ impl<P: Ports> Shard<P> {
         }
         self.shared.stats.refused_reads.count();
         if attempt + 1 < FETCH_ATTEMPTS {
-            self.start_fetch(page, entry, attempt + 1, pending);
+            let _ = self.start_fetch(page, entry, attempt + 1, pending);
         } else {
             self.shared.stats.integrity_failures.count();
             self.shared.budget.release(1);
@@ -480,6 +492,9 @@ impl<P: Ports> Shard<P> {
 
     /// Gives a page to those who wait for it, or says what they wait for.
     fn resolve(&mut self, page: PageIndex, mut pending: Pending) {
+        if pending.ahead && pending.is_idle() {
+            return self.give_up_ahead(page);
+        }
         let entry = self.shared.table.load(page);
         match entry.state {
             State::Busy => self.wait_for(page, Wait::Run, pending),
@@ -502,7 +517,7 @@ impl<P: Ports> Shard<P> {
                 Some((of, bytes)) if of == entry => {
                     self.install_fetched(page, entry, &bytes, pending);
                 }
-                _ => self.start_fetch(page, entry, 0, pending),
+                _ => self.fetch_on_demand(page, entry, pending),
             },
         }
     }
@@ -698,18 +713,35 @@ impl<P: Ports> Shard<P> {
         }
     }
 
-    fn start_fetch(&mut self, page: PageIndex, entry: Entry, attempt: u32, pending: Pending) {
+    /// Returns whether the page's server is within reach.
+    fn start_fetch(
+        &mut self,
+        page: PageIndex,
+        entry: Entry,
+        attempt: u32,
+        pending: Pending,
+    ) -> bool {
         let Some(slot) = entry.slot else {
             self.shared.budget.release(1);
-            return self.lose(page, pending);
+            self.lose(page, pending);
+            return false;
         };
         let id = FetchId(self.next_fetch);
         self.next_fetch += 1;
+        let ahead = pending.ahead && pending.is_idle();
         self.wait_for(page, Wait::Fetch { id, attempt }, pending);
-        if !self.ports.fetch(Fetch { id, page, slot }) {
+        let fetch = Fetch {
+            id,
+            page,
+            slot,
+            ahead,
+        };
+        let reachable = self.ports.fetch(fetch);
+        if !reachable {
             self.shared.stats.stalls_server.count();
         }
         crash_points::pass(Point::FetchAsked);
+        reachable
     }
 
     fn install_fetched(

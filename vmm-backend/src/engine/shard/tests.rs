@@ -1,6 +1,7 @@
 //! Deterministic tests of shards against a scripted world: one for each race that the design
 //! names. What may happen at any moment besides is the simulation's (`tests/simulation.rs`).
 
+mod ahead;
 mod bench;
 mod eviction;
 mod faults;

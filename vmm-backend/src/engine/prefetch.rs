@@ -1,0 +1,253 @@
+//! Which pages to fetch before the guest asks for them: those that follow where it goes through its
+//! memory in order, up or down, at any stride.
+//!
+//! A *stream* is a place where the guest faulted, and where it is expected next. A page fetched ahead
+//! raises no fault, so a stream goes on when the guest faults right behind what was fetched for it: that
+//! was right, and the next window is twice as large. Faults that fit no stream start one of their own in
+//! place of the one that has rested longest, for threads of a guest go through several arrays at once.
+//! The more windows end without a fault behind them, the longer a stream has to prove itself first.
+//!
+//! The windows are the kernel's readahead's; streams that are told apart by where they are, and strides,
+//! are those of hardware prefetchers. Leap (Al Maruf and Chowdhury, ATC 2020) votes on strides over
+//! all faults instead, which interleaved streams of different strides defeat.
+
+use super::PageIndex;
+
+/// Streams followed at once: more than a guest's few busy threads have.
+const STREAMS: usize = 8;
+
+/// Pages of a stream's first window; each further one is twice as large.
+const FIRST_WINDOW: u32 = 4;
+
+/// How far from a stream's last fault another is taken for its next, in pages.
+const NEAR: i64 = 32;
+
+/// Most faults that a stream must go on for by itself, however often windows were wrong.
+const DOUBT_MOST: u32 = 16;
+
+/// Pages to fetch: `first + stride`, `first + 2 * stride` and so on, `count` of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Window {
+    /// The page that was faulted on.
+    first: i64,
+    stride: i64,
+    count: u32,
+}
+
+impl Window {
+    /// The pages in the order in which they are expected to be needed.
+    pub(super) fn pages(self) -> impl Iterator<Item = PageIndex> {
+        let page = move |step: i64| u32::try_from(self.first + step * self.stride).ok();
+        (1..=i64::from(self.count)).map_while(page).map(PageIndex)
+    }
+}
+
+/// Where the guest goes through its memory in order.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stream {
+    /// The page of its last fault.
+    last: i64,
+    /// From one fault to the next; 0 where only one is known.
+    stride: i64,
+    /// Faults in a row that had this stride, and no window.
+    proven: u32,
+    /// Pages of the last window; 0 before the first.
+    window: u32,
+    /// When it last went on, by the count of faults; 0 is never used.
+    used: u64,
+}
+
+/// The streams of a shard.
+#[derive(Debug)]
+pub(super) struct Prefetch {
+    streams: [Stream; STREAMS],
+    faults: u64,
+    /// Windows that were wrong lately, beyond those that were right.
+    doubt: u32,
+    /// Most pages of a window; 0 fetches nothing ahead.
+    most: u32,
+}
+
+impl Prefetch {
+    /// No stream yet; at most `most` pages ahead of one.
+    pub(super) fn new(most: u32) -> Self {
+        Self {
+            streams: Default::default(),
+            faults: 0,
+            doubt: 0,
+            most,
+        }
+    }
+
+    /// Notes a fault on a page that lies elsewhere; what to fetch after it, if anything.
+    pub(super) fn note(&mut self, page: PageIndex) -> Option<Window> {
+        if self.most == 0 {
+            return None;
+        }
+        self.faults += 1;
+        let page = i64::from(page.0);
+        let found = self.streams.iter().position(|stream| stream.goes_on(page));
+        let near = || self.streams.iter().position(|stream| stream.is_near(page));
+        match found.or_else(near) {
+            Some(number) => self.go_on(number, page),
+            None => {
+                self.start(page);
+                None
+            }
+        }
+    }
+
+    fn start(&mut self, page: i64) {
+        let oldest = self.streams.iter_mut().min_by_key(|stream| stream.used);
+        let Some(stream) = oldest else { return };
+        if stream.window > 0 {
+            self.doubt = (self.doubt + 1).min(DOUBT_MOST);
+        }
+        *stream = Stream {
+            last: page,
+            used: self.faults,
+            ..Stream::default()
+        };
+    }
+
+    fn go_on(&mut self, number: usize, page: i64) -> Option<Window> {
+        let (most, doubt) = (self.most, self.doubt);
+        let stream = &mut self.streams[number];
+        stream.used = self.faults;
+        let went_on = stream.goes_on(page);
+        if went_on && stream.window > 0 {
+            self.doubt = doubt.saturating_sub(1);
+            stream.window = (stream.window * 2).min(most);
+        } else {
+            if stream.window > 0 {
+                self.doubt = (doubt + 1).min(DOUBT_MOST);
+            }
+            stream.proven = if went_on { stream.proven + 1 } else { 0 };
+            stream.stride = match went_on {
+                true => stream.stride,
+                false => page - stream.last,
+            };
+            // Two faults side by side say as much as three further apart.
+            let sure = stream.proven + u32::from(stream.stride.abs() == 1) > doubt;
+            stream.window = if sure { FIRST_WINDOW.min(most) } else { 0 };
+        }
+        stream.last = page;
+        let (stride, count) = (stream.stride, stream.window);
+        (count > 0).then_some(Window {
+            first: page,
+            stride,
+            count,
+        })
+    }
+}
+
+impl Stream {
+    /// Whether a fault is behind what was fetched for it, where it was expected: right behind, or a few
+    /// pages further where those between did not have to be fetched. Also within, where some were not
+    /// fetched for want of room.
+    fn goes_on(&self, page: i64) -> bool {
+        if self.used == 0 || self.stride == 0 {
+            return false;
+        }
+        let (distance, window) = (page - self.last, i64::from(self.window));
+        let steps = distance / self.stride;
+        distance % self.stride == 0 && steps > 0 && steps <= 2 * window + 1
+    }
+
+    fn is_near(&self, page: i64) -> bool {
+        self.used > 0 && page != self.last && (page - self.last).abs() <= NEAR
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOST: u32 = 64;
+
+    /// Faults of a guest that finds what was fetched ahead, and how many pages were fetched so.
+    fn walk(prefetch: &mut Prefetch, pages: impl Iterator<Item = u32>) -> (usize, usize) {
+        let mut there = std::collections::HashSet::new();
+        let (mut faults, mut fetched) = (0, 0);
+        for page in pages {
+            if there.contains(&page) {
+                continue;
+            }
+            faults += 1;
+            if let Some(window) = prefetch.note(PageIndex(page)) {
+                fetched += window.pages().count();
+                there.extend(window.pages().map(|page| page.0));
+            }
+        }
+        (faults, fetched)
+    }
+
+    #[test]
+    fn memory_read_in_order_is_faulted_on_once_a_window() {
+        let (faults, fetched) = walk(&mut Prefetch::new(MOST), 100..10_100);
+        assert!(faults < 10_000 / 60 + 10, "{faults} faults");
+        assert!(fetched <= 10_000 + MOST as usize, "{fetched} fetched");
+    }
+
+    #[test]
+    fn memory_read_backwards_and_in_strides_is_fetched_ahead_too() {
+        let (faults, _) = walk(&mut Prefetch::new(MOST), (0..10_000).rev());
+        assert!(faults < 10_000 / 60 + 10, "{faults} faults backwards");
+        let strides = (0..10_000).map(|step| step * 7);
+        let (faults, fetched) = walk(&mut Prefetch::new(MOST), strides);
+        assert!(faults < 10_000 / 60 + 10, "{faults} faults in strides");
+        assert!(fetched <= 10_000 + MOST as usize, "{fetched} fetched");
+    }
+
+    #[test]
+    fn streams_that_alternate_are_told_apart() {
+        let starts = [0, 100_000, 200_000, 300_000];
+        let mixed = (0..2_000).flat_map(|step| starts.map(|start| start + step));
+        let (faults, _) = walk(&mut Prefetch::new(MOST), mixed);
+        assert!(faults < 4 * (2_000 / 60 + 10), "{faults} faults");
+    }
+
+    #[test]
+    fn next_to_nothing_is_fetched_for_random_faults() {
+        let mut random = 1_u64;
+        let pages = std::iter::repeat_with(|| {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1);
+            (random >> 33) as u32 % 100_000
+        });
+        let (faults, fetched) = walk(&mut Prefetch::new(MOST), pages.take(20_000));
+        assert!(fetched * 50 < faults, "{fetched} pages for {faults} faults");
+    }
+
+    /// Pairs of neighbours at random places look like the beginnings of streams.
+    #[test]
+    fn windows_that_are_wrong_again_and_again_are_given_up() {
+        let mut random = 1_u64;
+        let pairs = (0..5_000).flat_map(|_| {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1);
+            let page = (random >> 33) as u32 % 1_000_000;
+            [page, page + 1]
+        });
+        let (faults, fetched) = walk(&mut Prefetch::new(MOST), pairs);
+        assert!(fetched * 20 < faults, "{fetched} pages for {faults} faults");
+    }
+
+    #[test]
+    fn pages_that_need_not_be_fetched_do_not_end_a_stream() {
+        let mut prefetch = Prefetch::new(MOST);
+        assert_eq!(prefetch.note(PageIndex(10)), None);
+        assert!(prefetch.note(PageIndex(11)).is_some());
+        // 12 to 15 were fetched, 16 and 17 were there.
+        let window = prefetch.note(PageIndex(18)).expect("the stream goes on");
+        assert_eq!(window.pages().next(), Some(PageIndex(19)));
+        assert_eq!(window.pages().count(), 8);
+    }
+
+    #[test]
+    fn a_window_ends_at_the_first_page() {
+        let mut prefetch = Prefetch::new(MOST);
+        assert_eq!(prefetch.note(PageIndex(3)), None);
+        let window = prefetch.note(PageIndex(2)).expect("two side by side");
+        let pages: Vec<_> = window.pages().collect();
+        assert_eq!(pages, [PageIndex(1), PageIndex(0)]);
+    }
+}

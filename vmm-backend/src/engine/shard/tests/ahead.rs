@@ -1,0 +1,114 @@
+//! Pages fetched before anybody asks for them.
+
+use super::bench::*;
+use crate::engine::PageIndex;
+use crate::engine::slots::SlabRef;
+use crate::engine::table::State;
+
+/// Pages 20 to 27 lie on the server, and the guest has asked for two neighbours: those behind are under
+/// way.
+fn under_way() -> Bench {
+    let mut bench = Bench::new();
+    for page in 20..28 {
+        bench.store_remotely(page, page as u8);
+    }
+    bench.fault(20, READ);
+    bench.fault(21, READ);
+    bench
+}
+
+fn asked(bench: &mut Bench) -> Vec<(u32, bool)> {
+    let fetches = &bench.world().fetches;
+    let asked = fetches.iter().map(|fetch| (fetch.page.0, fetch.ahead));
+    asked.collect()
+}
+
+#[test]
+fn what_comes_next_is_fetched_behind_what_is_waited_for() {
+    let mut bench = under_way();
+    let behind = [(22, true), (23, true), (24, true), (25, true)];
+    assert_eq!(asked(&mut bench)[..2], [(20, false), (21, false)]);
+    assert_eq!(asked(&mut bench)[2..], behind);
+    for page in 20..26 {
+        bench.answer(page as u8);
+    }
+    for page in 22..26 {
+        assert_eq!(bench.read(page), Some(bytes(page as u8)));
+        assert_eq!(bench.state(page), State::Resident);
+        assert!(!bench.entry(page).dirty, "its slot holds the same bytes");
+    }
+    assert_eq!(bench.shared.budget.used(), 6);
+    bench.fault(26, READ);
+    assert_eq!(asked(&mut bench), [(26, false), (27, true)]);
+}
+
+#[test]
+fn who_asks_for_a_page_under_way_waits_for_that() {
+    let mut bench = under_way();
+    bench.fault(23, WRITE);
+    assert_eq!(asked(&mut bench).len(), 6, "it is not asked for twice");
+    assert_eq!(bench.shard.waiting_faults(), 3);
+    for page in 20..26 {
+        bench.answer(page as u8);
+    }
+    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert!(
+        !bench.world().protected.contains(&23),
+        "it is to be written"
+    );
+}
+
+#[test]
+fn without_room_to_spare_nothing_is_fetched_ahead() {
+    let mut bench = Bench::new();
+    for page in 20..28 {
+        bench.store_remotely(page, 1);
+    }
+    bench.shared.budget.set_limit(2);
+    bench.fault(20, READ);
+    bench.fault(21, READ);
+    assert_eq!(asked(&mut bench), [(20, false), (21, false)]);
+}
+
+/// The VMM is changing its mappings: who waits is tried again, and nobody waits for this page.
+#[test]
+fn a_page_that_cannot_be_put_in_place_is_left_where_it_lies() {
+    let mut bench = under_way();
+    bench.answer(20);
+    bench.answer(21);
+    bench.world().agains = 1;
+    bench.answer(22);
+    assert_eq!(bench.state(22), State::Stored);
+    assert_eq!(bench.shared.budget.used(), 5, "its room is given back");
+    bench.fault(22, READ);
+    assert!(asked(&mut bench).contains(&(22, false)));
+    assert!(bench.shard.awaits(PageIndex(22)));
+}
+
+#[test]
+fn one_whose_server_wants_its_slab_back_is_moved_after_all() {
+    let mut bench = under_way();
+    bench.answer(20);
+    bench.answer(21);
+    let slab = SlabRef { server: 0, slab: 0 };
+    let group = bench.shared.slots.vacate(slab).expect("not empty");
+    bench.shard.on_vacate(group);
+    bench.shard.pump();
+    bench.world().agains = 1;
+    bench.answer(22);
+    assert!(
+        asked(&mut bench).contains(&(22, false)),
+        "it stays in a slab that is wanted back"
+    );
+}
+
+#[test]
+fn lost_on_its_way_it_is_lost_for_who_asks_later() {
+    let mut bench = under_way();
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    assert_eq!(bench.state(24), State::Lost);
+    assert_eq!(bench.shared.budget.used(), 0);
+    bench.fault(24, READ);
+    assert_eq!(bench.shard.lost_waiters(), 3);
+}
