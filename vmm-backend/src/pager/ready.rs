@@ -8,13 +8,30 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::engine::slots::ServerIndex;
 use crate::remote::DataConn;
 
-/// Waits until one of `own` or of the connections has something to read, a connection can send
-/// what it has queued, or the time is up. Returns the servers whose connections are ready.
+/// What can be read, or sent.
+#[derive(Debug, Default)]
+pub(super) struct Ready {
+    /// Bit by bit, of the caller's own descriptors.
+    own: u32,
+    /// Servers whose connections are ready.
+    pub(super) servers: Vec<ServerIndex>,
+}
+
+impl Ready {
+    /// Whether the caller's own descriptor of this number is: reading one that is not would cost every
+    /// fault a system call.
+    pub(super) fn has_own(&self, number: usize) -> bool {
+        self.own & (1 << number) != 0
+    }
+}
+
+/// Waits until one of `own`, 32 at most, or of the connections has something to read, a connection can
+/// send what it has queued, or the time is up.
 pub(super) fn wait_ready<'a>(
     own: &[BorrowedFd<'_>],
     conns: impl Iterator<Item = (ServerIndex, &'a DataConn)>,
     timeout: Option<&Timespec>,
-) -> io::Result<Vec<ServerIndex>> {
+) -> io::Result<Ready> {
     let mut fds: Vec<PollFd<'_>> = own
         .iter()
         .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
@@ -30,12 +47,19 @@ pub(super) fn wait_ready<'a>(
         servers.push(server);
     }
     match rustix::event::poll(&mut fds, timeout) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Ok(_) => {}
+        Err(rustix::io::Errno::INTR) => return Ok(Ready::default()),
         Err(errno) => return Err(errno.into()),
     }
-    let ready = fds[own.len()..]
-        .iter()
-        .zip(servers)
-        .filter(|(fd, _)| !fd.revents().is_empty());
-    Ok(ready.map(|(_, server)| server).collect())
+    let mut number = 0;
+    servers.retain(|_| {
+        number += 1;
+        !fds[own.len() + number - 1].revents().is_empty()
+    });
+    let is_ready = |number: &usize| !fds[*number].revents().is_empty();
+    let own = (0..own.len()).filter(is_ready);
+    Ok(Ready {
+        own: own.fold(0, |bits, number| bits | 1 << number),
+        servers,
+    })
 }

@@ -18,10 +18,10 @@ use super::demand::DemandReads;
 use super::guest_ram::{GuestRam, intersect};
 use super::inbox::{Inbox, Messages};
 use super::lock;
-use super::ready::wait_ready;
+use super::ready::{Ready, wait_ready};
 use super::released::{NotReleased, Released};
 use super::state_dir::StagingArea;
-use super::uffd::{Event, Events, FaultKind, ReadWrite, Uffd};
+use super::uffd::{Event, Events, FaultKind, MESSAGES_PER_READ, ReadWrite, Uffd};
 use super::writer::WriterEvent;
 use crate::crash_points::{self, Point};
 use crate::engine::eviction::Run;
@@ -49,6 +49,10 @@ const POOL_PAUSE: Timespec = Timespec {
 
 /// Retries in a row between two discards: some 100 µs, longer than their caller takes to go on.
 const RETRIES_AT_ONCE: usize = 100;
+
+/// Numbers of what a shard's thread waits for beside its connections.
+const UFFD: usize = 0;
+const MESSAGES: usize = 1;
 
 /// What a shard's thread is told.
 pub(super) enum ShardEvent {
@@ -252,11 +256,16 @@ impl ShardThread {
                 }
             };
             // Mapping changes first: a COPY is refused until their event is read.
-            self.read_uffd(&mut events);
-            for server in ready {
-                self.read_replies(server);
+            if ready.has_own(UFFD) {
+                self.read_uffd(&mut events);
             }
-            self.messages.hush();
+            for server in &ready.servers {
+                self.read_replies(*server);
+            }
+            // Who sends after this moment rings again.
+            if ready.has_own(MESSAGES) {
+                self.messages.hush();
+            }
             while let Some(event) = self.messages.next() {
                 match event {
                     ShardEvent::Quit => return self.let_go(),
@@ -279,8 +288,8 @@ impl ShardThread {
         }
     }
 
-    /// Waits until something is to be done; returns the servers whose connections are ready.
-    fn wait(&mut self) -> io::Result<Vec<ServerIndex>> {
+    /// Waits until something is to be done.
+    fn wait(&mut self) -> io::Result<Ready> {
         let again = self.shard.has_retries() || self.shard.has_more_to_bring();
         let retry = match again {
             true => Some(&RETRY),
@@ -288,6 +297,7 @@ impl ShardThread {
         };
         let ports = self.shard.ports();
         wait_ready(
+            // In the order of UFFD and MESSAGES.
             &[ports.uffd.as_fd(), self.messages.as_fd()],
             ports.demand.lines(),
             retry,
@@ -327,11 +337,13 @@ impl ShardThread {
                     return;
                 }
             };
-            if read.is_empty() {
-                return;
-            }
+            // What comes from now on is told by the next wait.
+            let is_last = read.len() < MESSAGES_PER_READ;
             for event in read {
                 self.handle_uffd(event);
+            }
+            if is_last {
+                return;
             }
         }
     }

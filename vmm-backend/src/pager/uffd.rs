@@ -19,7 +19,7 @@ use crate::engine::{Install, PageSize};
 pub(super) use userfaultfd::{Event, FaultKind, ReadWrite};
 
 /// Messages taken by one read.
-const MESSAGES_PER_READ: usize = 64;
+pub(super) const MESSAGES_PER_READ: usize = 64;
 
 const API: u64 = 0xaa;
 const MODE_PROTECTED_COPY: u64 = 1 << 1;

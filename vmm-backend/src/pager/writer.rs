@@ -15,7 +15,7 @@ use outram_wire::server::SlabId;
 use rustix::event::Timespec;
 
 use super::inbox::{Inbox, Messages};
-use super::ready::wait_ready;
+use super::ready::{Ready, wait_ready};
 use super::shard_thread::ShardEvent;
 use super::state_dir::StagingArea;
 use crate::crash_points::{self, Point};
@@ -141,12 +141,14 @@ impl Writer {
             let ready = self.wait().unwrap_or_else(|error| {
                 tracing::error!(%error, "the writer cannot wait for events; it tries again");
                 std::thread::sleep(Duration::from_millis(10));
-                Vec::new()
+                Ready::default()
             });
-            for server in ready {
-                self.read_replies(server);
+            for server in &ready.servers {
+                self.read_replies(*server);
             }
-            self.messages.hush();
+            if ready.has_own(0) {
+                self.messages.hush();
+            }
             while let Some(event) = self.messages.next() {
                 if matches!(event, WriterEvent::Quit) {
                     return;
@@ -160,7 +162,7 @@ impl Writer {
         }
     }
 
-    fn wait(&self) -> io::Result<Vec<ServerIndex>> {
+    fn wait(&self) -> io::Result<Ready> {
         let conns = self.conns.iter().enumerate();
         let conns = conns.filter_map(|(server, conn)| Some((server, conn.as_ref()?)));
         wait_ready(&[self.messages.as_fd()], conns, Some(&IDLE))
