@@ -21,7 +21,7 @@ use outram_wire::control::Status;
 use crate::Test;
 use crate::fixture::{LONG, Lab, SHORT, demand_no_mismatch, ram_mib, top, wait_under_limit};
 use crate::live::{SHARED, outram};
-use crate::under_kvm::{GUEST, again_in, demand_wanted};
+use crate::under_kvm::{GUEST, SHOWN, again_in, demand_wanted};
 
 const NAME: &str = "a_guest_of_kvm_is_paged_by_another_machine";
 
@@ -35,6 +35,7 @@ const OTHER: LabGuest = LabGuest {
     boot: Boot::Plain,
     memory_mib: 1024,
     vcpus: 1,
+    runs_guests: false,
 };
 
 /// How long it may all take.
@@ -68,7 +69,7 @@ fn two_machines(lab: &Lab) -> Result<()> {
         serve(&lab.host.program("outram-memserver")?),
     )?;
     let [far_end, near_end] = Cable::within(folder.path());
-    let said = thread::scope(|scope| {
+    thread::scope(|scope| {
         let other = scope.spawn(|| OTHER.run_joined(&images, &there, LIMIT, Some(&far_end)));
         let said = wait_for("the other machine to serve", LONG, || {
             ensure!(!other.is_finished(), "it has ended");
@@ -88,12 +89,7 @@ fn two_machines(lab: &Lab) -> Result<()> {
             (Err(error), Err(other)) => Err(error.context(format!("{other:#}"))),
             (said, other) => other.and(said),
         }
-    })?;
-    let table = said.lines().filter(|line| line.contains(TABLE));
-    for line in table {
-        eprintln!("{}", line.trim());
-    }
-    Ok(())
+    })
 }
 
 /// Lines of a script: a machine at its end of the cable.
@@ -129,9 +125,6 @@ wait %1
     )
 }
 
-/// What lines of the table begin with.
-const TABLE: &str = "far-host:";
-
 /// How pages go, as an address says and as `status` says.
 const WAYS: [(&str, &str); 2] = [("rdma", "RDMA (rxe0)"), ("tcp", "TCP")];
 
@@ -151,7 +144,7 @@ const WORK_SECONDS: u64 = 10;
 fn guests(lab: &Lab) -> Result<()> {
     run("cp", &["-rT", SHARED_PKI, PKI])?;
     println!(
-        "{TABLE} {:<9}{:>6}{:>12}{:>13}{:>11}{:>9}{:>9}{:>20}",
+        "{SHOWN}{:<9}{:>6}{:>12}{:>13}{:>11}{:>9}{:>9}{:>20}",
         "pages by",
         "local",
         "visited/s",
@@ -166,7 +159,7 @@ fn guests(lab: &Lab) -> Result<()> {
     }
     match need("nbd-client", "nbd-client").and(need("nbd-server", "nbd-server")) {
         Ok(()) => swapped(lab)?,
-        Err(reason) => println!("{TABLE} nbd swap: {reason}"),
+        Err(reason) => println!("{SHOWN}nbd swap: {reason}"),
     }
     attached_live(lab)
 }
@@ -335,5 +328,5 @@ impl Visits {
 /// A row of the table: pages visited, fetched and written in so many seconds.
 fn tell(name: &str, ratio: f64, took: f64, pages: [u64; 3], rest: &str) {
     let [visited, fetched, written] = pages.map(|count| count as f64 / took);
-    println!("{TABLE} {name:<9}{ratio:>6}{visited:>12.0}{fetched:>13.0}{written:>11.0}{rest}");
+    println!("{SHOWN}{name:<9}{ratio:>6}{visited:>12.0}{fetched:>13.0}{written:>11.0}{rest}");
 }

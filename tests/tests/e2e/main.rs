@@ -17,6 +17,7 @@ mod fixture;
 mod host_life;
 mod hotplug;
 mod hugetlb;
+mod kvm_paths;
 mod larger_than_host;
 mod life;
 mod live;
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
         migration::TESTS,
         migration_fails::TESTS,
         under_kvm::TESTS,
+        kvm_paths::TESTS,
         vhost_net::TESTS,
         far_host::TESTS,
         outage::TESTS,

@@ -26,8 +26,9 @@ pub(crate) const TESTS: &[Test] = &[("live_migration_under_kvm", |_| {
 /// Memory for the guest within, twice while it moves, what it has at the memory server, programs.
 pub(crate) const GUEST: LabGuest = LabGuest {
     boot: Boot::Plain,
-    memory_mib: 3072,
+    memory_mib: lab_guest::MOST_MIB,
     vcpus: 2,
+    runs_guests: true,
 };
 
 /// RAM of a guest within, where a fault costs a millisecond and more. One of 160 MiB, 80 of them local,
@@ -43,16 +44,23 @@ const NO_SVM: &str = "this QEMU does not emulate SVM";
 /// Asks for these tests.
 const WANTED: &str = "OUTRAM_TEST_UNDER_KVM";
 
+/// Begins what a test says in the lab guest that is to be seen outside of it.
+pub(crate) const SHOWN: &str = "shown: ";
+
 /// Runs a test of this program in the lab guest, which boots this kernel, where that is asked for.
 pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
     demand_wanted()?;
+    always_under_kvm(test, kernel, limit)
+}
+
+/// The same, asked for or not.
+pub(crate) fn always_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
     let images = lab_guest::build(top(), kernel)?;
     // Private to the sandbox: gone with it, however that ends.
     let share = tempfile::tempdir_in("/run")?;
     again_in(share.path(), test, "", |share| {
         GUEST.run(&images, share, limit)
     })
-    .map(drop)
 }
 
 /// Skips a test that nobody has asked for.
@@ -66,13 +74,13 @@ pub(crate) fn demand_wanted() -> Result<()> {
 }
 
 /// Runs a test of this program in a lab guest that `run` boots with this shared folder, after the lines
-/// `before` of a script; returns what it said.
+/// `before` of a script.
 pub(crate) fn again_in(
     share: &Path,
     test: &str,
     before: &str,
     run: impl FnOnce(&Path) -> Result<String>,
-) -> Result<String> {
+) -> Result<()> {
     let program = std::env::current_exe().context("this program's own path")?;
     let script = script(&program.display().to_string(), test, before);
     fs::write(share.join("lab"), script)?;
@@ -92,7 +100,10 @@ pub(crate) fn again_in(
     }
     // Neither left out nor skipped in there.
     ensure!(said.contains("1 passed; 0 failed"), "{said}");
-    Ok(said)
+    for (_, shown) in said.lines().filter_map(|line| line.split_once(SHOWN)) {
+        eprintln!("{shown}");
+    }
+    Ok(())
 }
 
 /// Its lines are indented, so that nobody takes them for those of the suite outside.

@@ -29,6 +29,7 @@ const GUEST: LabGuest = LabGuest {
     boot: Boot::Plain,
     memory_mib: 1536,
     vcpus: 2,
+    runs_guests: false,
 };
 
 /// How long all tests may take together: two minutes were seen on an idle machine.

@@ -32,6 +32,8 @@ pub(super) struct Window {
     first: i64,
     stride: i64,
     count: u32,
+    /// Whether the guest stores to pages of this stream.
+    pub(super) stores: bool,
 }
 
 impl Window {
@@ -53,6 +55,8 @@ struct Stream {
     proven: u32,
     /// Pages of the last window; 0 before the first.
     window: u32,
+    /// Whether the guest stored to one that it had faulted on, or found there.
+    stores: bool,
     /// When it last went on, by the count of faults; 0 is never used.
     used: u64,
 }
@@ -79,8 +83,16 @@ impl Prefetch {
         }
     }
 
+    /// Notes a store to a page that was there, write-protected: of a stream that only seemed to read.
+    pub(super) fn note_store(&mut self, page: PageIndex) {
+        let page = i64::from(page.0);
+        if let Some(stream) = self.streams.iter_mut().find(|stream| stream.has(page)) {
+            stream.stores = true;
+        }
+    }
+
     /// Notes a fault on a page that lies elsewhere; what to fetch after it, if anything.
-    pub(super) fn note(&mut self, page: PageIndex) -> Option<Window> {
+    pub(super) fn note(&mut self, page: PageIndex, store: bool) -> Option<Window> {
         if self.most == 0 {
             return None;
         }
@@ -89,7 +101,7 @@ impl Prefetch {
         let found = self.streams.iter().position(|stream| stream.goes_on(page));
         let near = || self.streams.iter().position(|stream| stream.is_near(page));
         match found.or_else(near) {
-            Some(number) => self.go_on(number, page),
+            Some(number) => self.go_on(number, page, store),
             None => {
                 self.start(page);
                 None
@@ -110,10 +122,11 @@ impl Prefetch {
         };
     }
 
-    fn go_on(&mut self, number: usize, page: i64) -> Option<Window> {
+    fn go_on(&mut self, number: usize, page: i64, store: bool) -> Option<Window> {
         let (most, doubt) = (self.most, self.doubt);
         let stream = &mut self.streams[number];
         stream.used = self.faults;
+        stream.stores |= store;
         let went_on = stream.goes_on(page);
         if went_on && stream.window > 0 {
             self.doubt = doubt.saturating_sub(1);
@@ -133,10 +146,12 @@ impl Prefetch {
         }
         stream.last = page;
         let (stride, count) = (stream.stride, stream.window);
+        let stores = stream.stores;
         (count > 0).then_some(Window {
             first: page,
             stride,
             count,
+            stores,
         })
     }
 }
@@ -152,6 +167,14 @@ impl Stream {
         let (distance, window) = (page - self.last, i64::from(self.window));
         let steps = distance / self.stride;
         distance % self.stride == 0 && steps > 0 && steps <= 2 * window + 1
+    }
+
+    /// Whether a page is the last that was faulted on, or one fetched behind it.
+    fn has(&self, page: i64) -> bool {
+        let (distance, window) = (page - self.last, i64::from(self.window));
+        self.window > 0
+            && distance % self.stride == 0
+            && (0..=window).contains(&(distance / self.stride))
     }
 
     fn is_near(&self, page: i64) -> bool {
@@ -174,7 +197,7 @@ mod tests {
                 continue;
             }
             faults += 1;
-            if let Some(window) = prefetch.note(PageIndex(page)) {
+            if let Some(window) = prefetch.note(PageIndex(page), false) {
                 fetched += window.pages().count();
                 there.extend(window.pages().map(|page| page.0));
             }
@@ -234,19 +257,37 @@ mod tests {
     #[test]
     fn pages_that_need_not_be_fetched_do_not_end_a_stream() {
         let mut prefetch = Prefetch::new(MOST);
-        assert_eq!(prefetch.note(PageIndex(10)), None);
-        assert!(prefetch.note(PageIndex(11)).is_some());
+        assert_eq!(prefetch.note(PageIndex(10), false), None);
+        assert!(prefetch.note(PageIndex(11), false).is_some());
         // 12 to 15 were fetched, 16 and 17 were there.
-        let window = prefetch.note(PageIndex(18)).expect("the stream goes on");
+        let window = prefetch
+            .note(PageIndex(18), false)
+            .expect("the stream goes on");
         assert_eq!(window.pages().next(), Some(PageIndex(19)));
         assert_eq!(window.pages().count(), 8);
     }
 
     #[test]
+    fn a_stream_that_stores_to_what_it_read_is_told_from_one_that_only_reads() {
+        let mut prefetch = Prefetch::new(MOST);
+        assert_eq!(prefetch.note(PageIndex(10), false), None);
+        let first = prefetch.note(PageIndex(11), false).expect("in order");
+        assert!(!first.stores);
+        prefetch.note_store(PageIndex(90));
+        let second = prefetch.note(PageIndex(16), false).expect("it goes on");
+        assert!(!second.stores, "that was another's");
+        prefetch.note_store(PageIndex(18));
+        let third = prefetch.note(PageIndex(25), false).expect("it goes on");
+        assert!(third.stores);
+    }
+
+    #[test]
     fn a_window_ends_at_the_first_page() {
         let mut prefetch = Prefetch::new(MOST);
-        assert_eq!(prefetch.note(PageIndex(3)), None);
-        let window = prefetch.note(PageIndex(2)).expect("two side by side");
+        assert_eq!(prefetch.note(PageIndex(3), false), None);
+        let window = prefetch
+            .note(PageIndex(2), false)
+            .expect("two side by side");
         let pages: Vec<_> = window.pages().collect();
         assert_eq!(pages, [PageIndex(1), PageIndex(0)]);
     }

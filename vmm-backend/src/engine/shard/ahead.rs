@@ -18,12 +18,12 @@ impl<P: Ports> Shard<P> {
         if let Some(fault) = fault
             && reachable
         {
-            self.fetch_ahead(page, fault.write);
+            self.fetch_ahead(page, fault);
         }
     }
 
-    fn fetch_ahead(&mut self, page: PageIndex, expects_store: bool) {
-        let Some(window) = self.prefetch.note(page) else {
+    fn fetch_ahead(&mut self, page: PageIndex, fault: Fault) {
+        let Some(window) = self.prefetch.note(page, fault.write) else {
             return;
         };
         // Whatever is under way then has the wire and the room for itself.
@@ -43,7 +43,7 @@ impl<P: Ports> Shard<P> {
             }
             let mut pending = Pending::new(None, self.ports.now_us());
             pending.ahead = true;
-            pending.expects_store = expects_store;
+            pending.expects_store = window.stores;
             self.shared.stats.fetched_ahead.count();
             if !self.start_fetch(next, entry, 0, pending) {
                 return;

@@ -554,6 +554,7 @@ impl<P: Ports> Shard<P> {
             return;
         }
         if protected {
+            self.prefetch.note_store(page);
             // Known as possibly written before the guest can write it.
             self.set(
                 page,

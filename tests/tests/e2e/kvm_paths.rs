@@ -1,0 +1,127 @@
+//! How a guest of KVM comes to a page that is elsewhere, beside its own loads and stores: by instructions
+//! that the kernel carries out in its stead, through a disk's requests, by the kernel's threads that wait
+//! for a page in place of a vCPU, and with two vCPUs that boot anew.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use outram_tests::hermetic::command::run;
+use outram_tests::hermetic::console::Console;
+use outram_tests::hermetic::guest::{Guest, Spec, greet};
+use outram_tests::hermetic::host::Acceleration;
+use outram_tests::lab_guest::Kernel;
+
+use crate::Test;
+use crate::fixture::{LONG, Lab, demand_no_mismatch, power_off, wait_under_limit};
+use crate::under_kvm::{SHOWN, always_under_kvm};
+
+const NAME: &str = "a_guest_of_kvm_comes_to_its_pages_by_every_path";
+
+pub(crate) const TESTS: &[Test] = &[(NAME, |lab| match Acceleration::wanted() {
+    Acceleration::Emulated => always_under_kvm(NAME, Kernel::Ordinary, LIMIT),
+    Acceleration::Kvm => every_path(lab),
+})];
+
+/// How long it may take: some three minutes on a machine at rest.
+const LIMIT: Duration = Duration::from_secs(900);
+
+/// The smallest that boots well: each page of it costs a millisecond or more in the lab guest.
+const RAM_MIB: u64 = 128;
+
+/// Share of it that the checker has, in per cent, and what is left of all of it to be local.
+const SHARE: u64 = 35;
+const LEFT: &str = "40MiB";
+
+/// Pages that are written from, by instructions that the kernel carries out; as many are read into.
+const PORT_PAGES: u64 = 256;
+
+fn every_path(lab: &Lab) -> Result<()> {
+    let server = lab.server("512MiB")?;
+    let spec = Spec::new("paths", RAM_MIB);
+    let guest = lab.attach(spec, &["--local-ratio", "0.75"], &server.address)?;
+    let mut console = guest.boot()?;
+    let waits = AsyncFaults::watch();
+
+    console.ask(&format!("port-pages {PORT_PAGES}"), "PORT", LONG)?;
+    fill_and_work(&mut console)?;
+    lab.tune(&guest, &["--local", LEFT])?;
+    wait_under_limit(&guest)?;
+    port(&guest, &mut console)?;
+    let report = console.ask("disk-read 50", "DISK", LONG)?;
+    ensure!(
+        report.get("errors")? == 0 && report.get("mismatches")? == 0,
+        "{}",
+        report.line
+    );
+    verify(&mut console)?;
+    match waits.and_then(|waits| waits.count()) {
+        Ok(count) => println!("{SHOWN}{count} asynchronous page faults completed"),
+        Err(reason) => println!("{SHOWN}asynchronous page faults are not counted: {reason:#}"),
+    }
+
+    console.send("reboot")?;
+    console.expect(&["READY"], LONG)?;
+    greet(&mut console)?;
+    fill_and_work(&mut console)?;
+    verify(&mut console)?;
+    power_off(&guest, &mut console, &server)
+}
+
+fn fill_and_work(console: &mut Console) -> Result<()> {
+    console.ask(&format!("alloc {SHARE}"), "ALLOCATED", LONG)?;
+    console.ask("work 5", "WORKED", LONG).map(drop)
+}
+
+fn verify(console: &mut Console) -> Result<()> {
+    let report = console.ask("verify", "CHECKER", LONG)?;
+    demand_no_mismatch(console, &report)
+}
+
+/// The pages were used last before all others: they are elsewhere.
+fn port(guest: &Guest, console: &mut Console) -> Result<()> {
+    let faults = || -> Result<u64> {
+        let counters = guest.status()?.counters;
+        Ok(counters.faults_remote + counters.faults_staged)
+    };
+    let before = faults()?;
+    let report = console.ask("port-pass", "PORT", LONG)?;
+    ensure!(
+        report.get("pages")? == PORT_PAGES && report.get("wrong")? == 0,
+        "what the kernel read or wrote for the guest was wrong: {}",
+        report.line
+    );
+    let faulted = faults()? - before;
+    ensure!(
+        faulted >= PORT_PAGES,
+        "{faulted} faults: most pages were local, so nothing was shown"
+    );
+    Ok(())
+}
+
+/// Counts how often the kernel waited for a page in a vCPU's place, in the kernel's own trace.
+struct AsyncFaults(PathBuf);
+
+impl AsyncFaults {
+    fn watch() -> Result<Self> {
+        let folder = PathBuf::from("/sys/kernel/tracing");
+        if !folder.join("trace").exists() {
+            let path = folder.display().to_string();
+            run("mount", &["-t", "tracefs", "tracefs", &path])?;
+        }
+        let event = folder.join("events/kvm/kvm_async_pf_completed/enable");
+        fs::write(&event, "1").with_context(|| event.display().to_string())?;
+        Ok(Self(folder))
+    }
+
+    fn count(self) -> Result<u64> {
+        let trace = fs::read_to_string(self.0.join("trace"))?;
+        let written = trace
+            .lines()
+            .find_map(|line| line.strip_prefix("# entries-in-buffer/entries-written: "))
+            .and_then(|line| line.split_whitespace().next()?.split_once('/'))
+            .context("the trace does not say how many entries it had")?;
+        Ok(written.1.parse()?)
+    }
+}
