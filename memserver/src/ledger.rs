@@ -316,6 +316,31 @@ impl Ledger {
         ended
     }
 
+    /// Gives up RDMA devices that are to be removed. Their clients connect anew, and are offered what
+    /// there is then; returns whose sessions these are.
+    pub(crate) fn withdraw_verbs(&self) -> Vec<Holder> {
+        let books = self.books();
+        let sessions: Vec<Arc<Session>> = books
+            .accounts
+            .values()
+            .map(|account| account.session.clone())
+            .collect();
+        drop(books);
+        let mut withdrawn = Vec::new();
+        for session in sessions {
+            if !session.withdraw_verbs() {
+                continue;
+            }
+            withdrawn.push(session.holder);
+            if let Some(account) = self.books().account_with(&session)
+                && let Some(control) = &account.control
+            {
+                control.cut();
+            }
+        }
+        withdrawn
+    }
+
     /// Changes what may be lent, and asks clients for slabs back where more is leased; returns how
     /// many were asked for.
     pub(crate) fn set_memory(&self, memory_bytes: u64) -> u64 {

@@ -129,10 +129,10 @@ impl Slab {
         *self.registration() = Registration::Revoked;
     }
 
-    /// Ends its client's access over RDMA until it asks for a key again.
-    pub(crate) fn unregister(&self) {
+    /// Ends its client's access in this domain until it asks for a key again.
+    pub(crate) fn unregister(&self, domain: &Domain) {
         let mut registration = self.registration();
-        if matches!(*registration, Registration::Registered(_)) {
+        if matches!(&*registration, Registration::Registered(region) if region.is_of(domain)) {
             *registration = Registration::None;
         }
     }

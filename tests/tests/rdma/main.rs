@@ -8,6 +8,7 @@ mod client;
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fixture;
 mod paging;
+mod removal;
 mod soft_roce;
 mod tenants;
 mod verbs;
@@ -47,7 +48,7 @@ const NO_RXE: &str = "this kernel has no rdma_rxe";
 const OUTCOME: &str = "inside:";
 
 fn main() -> ExitCode {
-    let tests = [verbs::TESTS, tenants::TESTS, paging::TESTS].concat();
+    let tests = [verbs::TESTS, tenants::TESTS, paging::TESTS, removal::TESTS].concat();
     if let Ok(server) = std::env::var(tenants::PESTER) {
         return pester(&server);
     }

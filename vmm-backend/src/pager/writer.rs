@@ -45,6 +45,8 @@ pub(super) enum WriterEvent {
     Write(usize, StagedPage),
     /// A connection for write-back.
     Connection(ServerIndex, DataConn),
+    /// What is written over is to be dropped; another connection comes.
+    Disconnected(ServerIndex),
     /// A server leased a slab, now in the slot pool.
     Leased(ServerIndex),
     /// A server leases no more for now.
@@ -173,6 +175,7 @@ impl Writer {
                 self.drop_conn(server);
                 self.conns[server] = Some(conn);
             }
+            WriterEvent::Disconnected(server) => self.drop_conn(server),
             WriterEvent::Leased(server) => self.leases[server] = Lease::default(),
             WriterEvent::LeaseRefused(server) => {
                 self.leases[server] = Lease {

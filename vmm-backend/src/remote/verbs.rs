@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use outram_wire::server::data::{self, DataError};
 use outram_wire::server::{Extent, SlabId, Token};
 use outram_wire::verbs::{
-    Choice, Domain, End, Initiator, Port, PostError, Remote, Stretch, VerbsError,
+    Choice, Domain, End, Initiator, Port, PostError, Presence, Remote, Stretch, VerbsError,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -77,6 +77,10 @@ impl Verbs {
             is_asking: false,
             is_open: false,
         })
+    }
+
+    pub(super) fn presence(&self) -> Presence {
+        self.domain.presence()
     }
 
     pub(super) fn port(&self) -> &Port {
