@@ -245,6 +245,11 @@ impl Session {
         Ok(key)
     }
 
+    /// Whether its client may use RDMA.
+    pub(crate) fn has_verbs(&self) -> bool {
+        self.verbs().is_some()
+    }
+
     fn domain(&self) -> Option<Domain> {
         self.verbs().as_ref().map(Lent::domain)
     }

@@ -295,6 +295,7 @@ fn metrics_have_these_names() {
         "outram_memserver_refused_strangers counter",
         "outram_memserver_released_slabs counter",
         "outram_memserver_reserved_bytes gauge",
+        "outram_memserver_spare_bytes gauge",
         "outram_memserver_superseded_sessions counter",
         "outram_memserver_vacate_requests counter",
         "outram_memserver_written_bytes counter",

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use outram_tests::hermetic::command::wait_for;
@@ -23,6 +23,7 @@ use crate::verbs::{PAGE, completed, content, demand_failure, stretch};
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_slab_given_back_is_out_of_its_clients_reach", given_back),
     ("a_client_killed_amid_requests_harms_nobody", killed),
+    ("a_slab_is_made_ready_ahead_of_its_lease", ahead),
 ];
 
 /// Where a program of [`PESTER`] finds its server.
@@ -81,6 +82,12 @@ impl Tenant {
             Reply::Key { remote } => Ok(Held { slab, remote }),
             other => bail!("{other:?} instead of a key"),
         }
+    }
+
+    fn lease_timed(&mut self) -> Result<(Held, Duration)> {
+        let began = Instant::now();
+        let held = self.lease()?;
+        Ok((held, began.elapsed()))
     }
 
     fn pair(&mut self) -> Result<Initiator> {
@@ -286,4 +293,43 @@ fn killed(lab: &Lab) -> Result<()> {
         ensure!(leased == 2 * SLAB, "{leased} bytes are leased");
     }
     (0..4).try_for_each(|page| demand_content(&mut pair, held, page))
+}
+
+/// Leases over RDMA, the first of a server's life and one that was prepared; that only what may be lent
+/// is, and that nothing stays behind.
+fn ahead(lab: &Lab) -> Result<()> {
+    const LARGE: u64 = 64 << 20;
+    const SPARE: &str = "outram_memserver_spare_bytes";
+    let _device = SoftRoce::on_loopback()?;
+    let server = lab.server_of(LARGE, &["--memory", "128MiB"])?;
+    ensure!(server.metric(SPARE)? == 0, "nobody has asked for RDMA yet");
+    let mut tenant = Tenant::new(&lab.path("pki"), &server.address, 1)?;
+    tenant.reserve(2 * LARGE / SLAB)?;
+    let (_, cold) = tenant.lease_timed()?;
+    wait_for("a slab to be ready", LONG, || {
+        Ok((server.metric(SPARE)? == LARGE).then_some(()))
+    })?;
+    ensure!(server.bytes_leased()? == LARGE, "it counts as leased");
+    let (held, warm) = tenant.lease_timed()?;
+    println!(
+        "a_slab_is_made_ready_ahead_of_its_lease: lease and key of {} MiB took {} ms at first, {} ms \
+         of one that was ready: {:.3} of it",
+        LARGE >> 20,
+        cold.as_millis(),
+        warm.as_millis(),
+        warm.as_secs_f64() / cold.as_secs_f64()
+    );
+    ensure!(server.bytes_leased()? == 2 * LARGE, "both are leased");
+    let mut pair = tenant.pair()?;
+    for page in [0, PAGES, 16 * PAGES] {
+        ensure!(read(&mut pair, held, page)? == [0; PAGE], "page {page}");
+        write(&mut pair, held, page)?;
+        demand_content(&mut pair, held, page)?;
+    }
+    ensure!(server.metric(SPARE)? == 0, "more is taken than may be lent");
+    ensure!(tenant.client.ask(Request::Goodbye) == Reply::Done, "no end");
+    wait_for("all to be given back", LONG, || {
+        let left = server.metric(SPARE)? + server.bytes_leased()?;
+        Ok((left == 0).then_some(()))
+    })
 }
