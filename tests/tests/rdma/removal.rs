@@ -8,7 +8,7 @@ use outram_wire::control::{Phase, Status};
 use serde_json::json;
 
 use crate::fixture::{Guest, Lab, Wish, demand_sound};
-use crate::paging::{FILLED, demand_transport, guest, transport};
+use crate::paging::{FILLED, demand_transport, guest, transport, verify_all};
 use crate::soft_roce::SoftRoce;
 
 pub(crate) const TESTS: &[crate::Test] = &[
@@ -46,7 +46,7 @@ fn leaves_tcp(lab: &Lab) -> Result<()> {
         transport(status) == "TCP" && status.waiting_faults == 0
     })?;
     demand_sound(&guest.answer(sent)?)?;
-    guest.verify(0, FILLED)?;
+    verify_all(&mut guest)?;
 
     device.add()?;
     let sent = work(&mut guest, 4.0)?;
@@ -56,7 +56,7 @@ fn leaves_tcp(lab: &Lab) -> Result<()> {
         .wait_status("a minute", is_back)
         .or_else(|_| guest.wait_status("pages to go over RDMA again", is_back))?;
     demand_sound(&guest.answer(sent)?)?;
-    guest.verify(0, FILLED)?;
+    verify_all(&mut guest)?;
     guest.end(&[&server])
 }
 
@@ -76,7 +76,7 @@ fn waits(lab: &Lab) -> Result<()> {
     guest.demand_silence(sent)?;
     device.add()?;
     demand_sound(&guest.answer(sent)?)?;
-    guest.verify(0, FILLED)?;
+    verify_all(&mut guest)?;
     demand_transport(&guest, "RDMA (rxe0)")?;
     guest.end(&[&server])
 }
@@ -100,13 +100,14 @@ fn started_again(lab: &Lab) -> Result<()> {
     ensure!(server.slabs_leased()? > 0, "the first one's are gone");
 
     guest.take_over(lab, &wish)?;
-    let sent = guest.send(1, "verify", json!({"page": 0, "pages": FILLED}))?;
+    let sent = guest.send(1, "verify", json!({"page": 0, "pages": 1000}))?;
     guest.wait_status("the wait to be told", |status| {
         status.phase == Phase::Stalled && detail(status).contains("RDMA fails")
     })?;
     guest.demand_silence(sent)?;
     device.add()?;
     demand_sound(&guest.answer(sent)?)?;
+    verify_all(&mut guest)?;
     demand_transport(&guest, "RDMA (rxe0)")?;
     guest.connect()?;
     guest.end(&[&server])
