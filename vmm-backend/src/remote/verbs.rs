@@ -7,7 +7,7 @@
 //!
 //! Completions are waited for with all else that a thread waits for, by the channel's descriptor. To look
 //! for them again and again for a while first was measured and left alone: with soft-RoCE in an emulated
-//! machine of two processors the median of a 4 KiB read went from 247 to 237 µs where it was looked for up
+//! machine of two processors the median of a 4 KiB read went from 248 to 237 µs where it was looked for up
 //! to a millisecond, and did not change where it was up to 50 µs (four rounds of 1500 reads each); a
 //! processor is taken for it, and other faults of the shard wait. Hardware, which answers in a few
 //! microseconds, may say otherwise.
