@@ -6,6 +6,7 @@ use std::{env, fs, io};
 
 use outram_wire::server::{AddressError, ServerAddress};
 use outram_wire::tls::TlsFiles;
+use outram_wire::verbs::Choice;
 
 /// Environment variable with the backend's path; otherwise it is looked for beside our own
 /// program, then in `PATH`. libvirtd passes only few variables to its hooks, this not among them.
@@ -104,7 +105,7 @@ pub fn is_executable(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
 }
 
-/// What the host's settings say of servers and certificates; the rest is the backend's affair.
+/// What the host's settings say of servers, certificates and RDMA; the rest is the backend's affair.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostSettings {
     /// Servers of guests that name none.
@@ -115,6 +116,8 @@ pub struct HostSettings {
     pub tls_cert: Option<PathBuf>,
     /// The certificate's key.
     pub tls_key: Option<PathBuf>,
+    /// The RDMA device.
+    pub rdma: Choice,
 }
 
 /// Why the host's settings were not understood.
@@ -197,6 +200,14 @@ impl HostSettings {
             Some(toml::Value::String(file)) => Ok(Some(PathBuf::from(file))),
             Some(_) => Err(wrong(key, "a path in quotes")),
         };
+        let device = "off, auto or an RDMA device such as \"mlx5_0:1:3\"";
+        let rdma = match table.get("rdma") {
+            None => Choice::Auto,
+            Some(value) => {
+                let choice = value.as_str().and_then(|text| text.parse().ok());
+                choice.ok_or_else(|| wrong("rdma", device))?
+            }
+        };
         let list = "a list such as [\"10.0.0.2:7741\"]";
         let mut servers = Vec::new();
         match table.get("servers") {
@@ -217,6 +228,7 @@ impl HostSettings {
             tls_ca: file("tls-ca")?,
             tls_cert: file("tls-cert")?,
             tls_key: file("tls-key")?,
+            rdma,
         })
     }
 }

@@ -274,7 +274,11 @@ fn carry_out(desk: &Desk, hold: &Hold, request: Request) -> Reply {
             token.map(|token| Reply::DataToken { token })
         }
         Request::Key { slab } => match hold.session.key(slab) {
-            Ok(Some(remote)) => Ok(Reply::Key { remote }),
+            Ok(Some(remote)) => {
+                // The next one is likely to be asked for soon.
+                ledger.spare.want();
+                Ok(Reply::Key { remote })
+            }
             Ok(None) => Err(Refusal::NotLeased { slab }),
             Err(error) => Err(no_verbs(hold, &error)),
         },

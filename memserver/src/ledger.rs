@@ -18,6 +18,7 @@ use outram_wire::server::{
 
 use crate::session::{Holder, Session};
 use crate::slab::{Counts, Slab};
+use crate::spare::Spare;
 
 mod admission;
 mod disks;
@@ -52,6 +53,8 @@ pub(crate) struct Ledger {
     pub(crate) instance: InstanceId,
     pub(crate) terms: Terms,
     lent_bytes: Arc<AtomicU64>,
+    /// Its lock is taken under that of the books.
+    pub(crate) spare: Spare,
     books: Mutex<Books>,
 }
 
@@ -142,6 +145,7 @@ impl Ledger {
             instance,
             terms,
             lent_bytes: Arc::default(),
+            spare: Spare::default(),
             books: Mutex::new(Books {
                 memory_bytes,
                 next_control: 1,
@@ -222,9 +226,12 @@ impl Ledger {
             server: self.lent_bytes.clone(),
             client: account.session.count(),
         };
-        let slab = Slab::map(self.slab_bytes(), counts).map_err(|error| Refusal::OutOfMemory {
-            reason: error.to_string(),
-        })?;
+        let slab = match self.spare.take(counts.clone()) {
+            Some(slab) => slab,
+            None => Slab::map(self.slab_bytes(), counts).map_err(|error| Refusal::OutOfMemory {
+                reason: error.to_string(),
+            })?,
+        };
         let id = SlabId(account.next_slab);
         account.next_slab += 1;
         account.session.add_slab(id, slab);
@@ -314,6 +321,57 @@ impl Ledger {
             ended.push((account.session.holder, slabs.len() as u64));
         }
         ended
+    }
+
+    /// Gives up RDMA devices that are to be removed. Their clients connect anew, and are offered what
+    /// there is then; returns whose sessions these are.
+    pub(crate) fn withdraw_verbs(&self) -> Vec<Holder> {
+        let books = self.books();
+        let sessions: Vec<Arc<Session>> = books
+            .accounts
+            .values()
+            .map(|account| account.session.clone())
+            .collect();
+        drop(books);
+        let mut withdrawn = Vec::new();
+        for session in sessions {
+            if !session.withdraw_verbs() {
+                continue;
+            }
+            withdrawn.push(session.holder);
+            if let Some(account) = self.books().account_with(&session)
+                && let Some(control) = &account.control
+            {
+                control.cut();
+            }
+        }
+        withdrawn
+    }
+
+    /// Makes slabs ready ahead as they are wanted, until the spare one is closed.
+    pub(crate) fn keep_spare(&self) {
+        self.spare
+            .keep(self.slab_bytes(), || self.may_lend_another());
+    }
+
+    /// Gives the slab that is ready back where it could not be lent, or nobody uses RDMA any more.
+    pub(crate) fn look_at_spare(&self) {
+        if self.spare.bytes() == 0 {
+            return;
+        }
+        let books = self.books();
+        let mut accounts = books.accounts.values();
+        let is_of_use = accounts.any(|account| account.session.has_verbs());
+        drop(books);
+        if !is_of_use || !self.may_lend_another() {
+            self.spare.drop_slab();
+        }
+    }
+
+    fn may_lend_another(&self) -> bool {
+        let memory_bytes = self.books().memory_bytes;
+        let lent = self.lent_bytes.load(Ordering::Acquire);
+        lent + self.terms.slab_bytes <= memory_bytes
     }
 
     /// Changes what may be lent, and asks clients for slabs back where more is leased; returns how

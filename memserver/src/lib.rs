@@ -24,6 +24,7 @@ mod metrics;
 mod server;
 mod session;
 mod slab;
+mod spare;
 mod verbs;
 
 pub use arguments::Arguments;

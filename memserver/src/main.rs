@@ -6,7 +6,9 @@ use anyhow::Context;
 use clap::Parser;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use outram_memserver::{Arguments, Config, Flags, Server};
+use outram_wire::causes::with_causes;
 use outram_wire::units::format_size;
+use outram_wire::verbs::Choice;
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -34,6 +36,7 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
     let memory = config.memory_bytes;
     raise_descriptor_limit();
     warn_beyond_ram(memory);
+    warn_of_device(&config.rdma);
     // Before any thread is there, so that none of them misses a signal's handler.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("signals")?;
     let server = Server::start(config)?;
@@ -96,6 +99,14 @@ fn warn_beyond_ram(memory_bytes: u64) {
     if memory_bytes > ram_bytes {
         let (memory, ram) = (format_size(memory_bytes), format_size(ram_bytes));
         tracing::warn!(%memory, %ram, "more is lent than this machine has: lower --memory");
+    }
+}
+
+/// One that comes later is found when a client connects.
+fn warn_of_device(rdma: &Choice) {
+    if let Err(error) = rdma.check() {
+        let words = with_causes(&error);
+        tracing::warn!("{words}: until then clients use TCP, and those that demand RDMA wait");
     }
 }
 

@@ -131,6 +131,7 @@ pub(crate) struct Metrics {
     memory_bytes: Gauge,
     reserved_bytes: Gauge,
     leased_bytes: Gauge,
+    spare_bytes: Gauge,
     client_leased_bytes: Family<Client, Gauge>,
     client_reserved_bytes: Family<Client, Gauge>,
     disk_leased_bytes: Family<Disk, Gauge>,
@@ -224,6 +225,11 @@ impl Metrics {
             &self.leased_bytes,
         );
         gauge(
+            "spare_bytes",
+            "Bytes taken from the system ahead of the next lease over RDMA",
+            &self.spare_bytes,
+        );
+        gauge(
             "certificate_expiry_timestamp_seconds",
             "When the certificate in use expires, in seconds since 1970",
             &self.certificate_expiry,
@@ -291,6 +297,7 @@ impl Metrics {
         &self,
         registry: &Registry,
         stats: &ServerStats,
+        spare_bytes: u64,
         identity: &IdentityStatus,
     ) -> String {
         let expiry = identity.expires_unix_s.unwrap_or_default();
@@ -306,6 +313,7 @@ impl Metrics {
         self.memory_bytes.set(signed(stats.memory_bytes));
         self.reserved_bytes.set(signed(stats.reserved_bytes));
         self.leased_bytes.set(signed(stats.leased_bytes));
+        self.spare_bytes.set(signed(spare_bytes));
         self.client_leased_bytes.clear();
         self.client_reserved_bytes.clear();
         for client in &stats.clients {

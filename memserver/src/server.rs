@@ -1,6 +1,7 @@
 //! A server as a whole: its threads, and their orderly end.
 //!
-//! One thread accepts, one ends leases and looks after certificates, one answers scrapers, and each connection has its own.
+//! One thread accepts, one ends leases and looks after certificates and devices, one has a slab ready
+//! ahead, one answers scrapers, and each connection has its own.
 //! Threads are bounded by the lobby's limit, by the sessions' and by the data connections' of each.
 
 use std::io;
@@ -28,6 +29,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often the certificates' files are looked at: whoever renews them hardly waits for longer.
 const LOOK_AT_CERTIFICATES: Duration = Duration::from_secs(1);
+
+/// How often devices are: whoever removes one may have to wait for so long.
+const LOOK_AT_DEVICES: Duration = Duration::from_secs(1);
 
 /// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
@@ -128,13 +132,18 @@ impl Server {
             let registry = metrics.registry();
             let page = Page::serve(listener, move || {
                 let stats = hall.desk.ledger.stats(|_| true);
-                metrics.page(&registry, &stats, &hall.identity_status())
+                let spare_bytes = hall.desk.ledger.spare.bytes();
+                metrics.page(&registry, &stats, spare_bytes, &hall.identity_status())
             });
             server.page = Some(page.map_err(thread_error)?);
         }
         let (accepting, stop) = (hall.clone(), server.stop.clone());
         let builder = thread::Builder::new().name("accept".to_owned());
         let thread = builder.spawn(move || accept(&accepting, &listener, &stop));
+        server.threads.push(thread.map_err(thread_error)?);
+        let preparing = hall.clone();
+        let builder = thread::Builder::new().name("spare".to_owned());
+        let thread = builder.spawn(move || preparing.desk.ledger.keep_spare());
         server.threads.push(thread.map_err(thread_error)?);
         let stop = server.stop.clone();
         let builder = thread::Builder::new().name("time".to_owned());
@@ -184,6 +193,7 @@ impl Server {
     fn shut_down(&mut self) {
         // A level, not an edge: nobody reads it, so every thread that polls sees it.
         let _ = self.stop.write(1);
+        self.hall.desk.ledger.spare.close();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
@@ -253,17 +263,25 @@ fn accept(hall: &Arc<Hall>, listener: &TcpListener, stop: &EventFd) {
     }
 }
 
-/// Ends the leases that have run out, and looks whether certificates were renewed.
+/// Ends the leases that have run out, and looks whether certificates were renewed and devices removed.
 fn keep_time(hall: &Hall, stop: &EventFd) {
     let tick = hall.config.lease_timeout / 8;
     let tick = tick.clamp(Duration::from_millis(10), Duration::from_secs(1));
     let tick = PollTimeout::try_from(tick).unwrap_or(PollTimeout::MAX);
     let mut looked_at = Instant::now();
+    let mut looked_at_devices = looked_at;
     while wait_or_stop(None, stop, tick) {
         if looked_at.elapsed() >= LOOK_AT_CERTIFICATES {
             looked_at = Instant::now();
             hall.refresh_identity();
         }
+        if looked_at_devices.elapsed() >= LOOK_AT_DEVICES {
+            looked_at_devices = Instant::now();
+            for holder in hall.desk.ledger.withdraw_verbs() {
+                tracing::warn!(%holder, "its RDMA device is being removed: its client connects anew");
+            }
+        }
+        hall.desk.ledger.look_at_spare();
         for (holder, slabs) in hall.desk.ledger.expire() {
             hall.desk.metrics.expired_sessions.inc();
             hall.desk.metrics.expired_slabs.inc_by(slabs);

@@ -184,11 +184,26 @@ impl Session {
 
     /// Gives the device up: nothing of the session is registered from then on.
     pub(crate) fn close_verbs(&self) {
-        let former = self.verbs().take();
+        self.close_verbs_if(|_| true);
+    }
+
+    /// Gives a device up that is to be removed, which may wait for just that; whether it was one.
+    pub(crate) fn withdraw_verbs(&self) -> bool {
+        self.close_verbs_if(Lent::is_removed)
+    }
+
+    fn close_verbs_if(&self, condition: impl FnOnce(&Lent) -> bool) -> bool {
+        let mut verbs = self.verbs();
+        let Some(mut former) = verbs.take_if(|lent| condition(lent)) else {
+            return false;
+        };
+        // Under the lock: a fence that finds no RDMA any more can rely on what came by it.
+        former.end_pairs();
+        drop(verbs);
         for slab in self.slabs().values() {
-            slab.unregister();
+            slab.unregister(&former.domain());
         }
-        drop(former);
+        true
     }
 
     /// The other end of a client's queue pair, with what its packets can be tried on. Like a data
@@ -218,9 +233,21 @@ impl Session {
     /// What a slab is called over RDMA; none that is not (or no longer) the client's.
     pub(crate) fn key(&self, slab: SlabId) -> Result<Option<Remote>, PairError> {
         let domain = self.domain().ok_or(PairError::NoVerbs)?;
-        let slab = self.slabs().get(&slab).cloned();
-        let key = slab.map(|slab| slab.key(&domain)).transpose()?;
-        Ok(key.flatten())
+        let Some(slab) = self.slabs().get(&slab).cloned() else {
+            return Ok(None);
+        };
+        let key = slab.key(&domain)?;
+        // Given up meanwhile: nothing may keep it open.
+        if !self.domain().is_some_and(|now| now.is(&domain)) {
+            slab.unregister(&domain);
+            return Err(PairError::NoVerbs);
+        }
+        Ok(key)
+    }
+
+    /// Whether its client may use RDMA.
+    pub(crate) fn has_verbs(&self) -> bool {
+        self.verbs().is_some()
     }
 
     fn domain(&self) -> Option<Domain> {

@@ -101,6 +101,37 @@ impl Slab {
         Ok(slab)
     }
 
+    /// Maps a slab that nobody has yet, and has all of its memory taken from the system, as zeros.
+    pub(crate) fn map_ahead(bytes: usize) -> io::Result<Self> {
+        let slab = Self::map(bytes, Counts::default())?;
+        // SAFETY: the range is exactly our own mapping, which nobody else knows of; the advice brings
+        // its pages in, as a write to each would, and changes no byte.
+        let advised =
+            unsafe { libc::madvise(slab.base.as_ptr().cast(), bytes, libc::MADV_POPULATE_WRITE) };
+        if advised != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(slab)
+    }
+
+    /// The slab, counted here from now on.
+    pub(crate) fn counted(mut self, counts: Counts) -> Self {
+        let bytes = self.bytes();
+        for count in [&counts.server, &counts.client] {
+            count.fetch_add(bytes, Ordering::AcqRel);
+        }
+        let former = std::mem::replace(&mut self.counts, counts);
+        for count in [&former.server, &former.client] {
+            count.fetch_sub(bytes, Ordering::AcqRel);
+        }
+        self
+    }
+
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+
     /// What the slab is called over RDMA, in its client's protection domain; none once it is revoked.
     /// Registering takes all of its memory from the system.
     pub(crate) fn key(&self, domain: &Domain) -> Result<Option<Remote>, VerbsError> {
@@ -129,10 +160,10 @@ impl Slab {
         *self.registration() = Registration::Revoked;
     }
 
-    /// Ends its client's access over RDMA until it asks for a key again.
-    pub(crate) fn unregister(&self) {
+    /// Ends its client's access in this domain until it asks for a key again.
+    pub(crate) fn unregister(&self, domain: &Domain) {
         let mut registration = self.registration();
-        if matches!(*registration, Registration::Registered(_)) {
+        if matches!(&*registration, Registration::Registered(region) if region.is_of(domain)) {
             *registration = Registration::None;
         }
     }

@@ -58,6 +58,10 @@ impl Lent {
         self.domain.port() == port && self.domain.is_usable()
     }
 
+    pub(crate) fn is_removed(&self) -> bool {
+        self.domain.is_removed()
+    }
+
     pub(crate) fn domain(&self) -> Domain {
         self.domain.clone()
     }

@@ -21,6 +21,8 @@ struct Process {
     child: Child,
     address: SocketAddr,
     metrics: SocketAddr,
+    /// What its log said before it listened.
+    said: String,
 }
 
 impl Process {
@@ -47,8 +49,12 @@ impl Process {
             .spawn()
             .expect("the program runs");
         let mut lines = BufReader::new(child.stderr.take().expect("piped")).lines();
+        let mut said = String::new();
         let mut find = |what: &str| {
-            let line = lines.find_map(|line| line.ok().filter(|line| line.contains(what)));
+            let line = lines.by_ref().map_while(Result::ok).find(|line| {
+                said += line;
+                line.contains(what)
+            });
             let line = line.unwrap_or_else(|| panic!("no '{what}' in its log"));
             let address = line.split("address=").nth(1).expect("an address");
             let address = address.split(' ').next().expect("a word");
@@ -61,6 +67,7 @@ impl Process {
             child,
             address,
             metrics,
+            said,
         }
     }
 
@@ -85,6 +92,20 @@ fn run(arguments: &[&str]) -> (bool, String) {
     let both = [output.stdout, output.stderr].concat();
     let text = String::from_utf8(both).expect("text");
     (output.status.success(), text)
+}
+
+#[test]
+fn a_device_that_is_not_there_is_warned_of() {
+    let pki = Pki::new();
+    let options = ["--memory", "8MiB", "--rdma", "no_such0:1"];
+    let process = Process::start(&pki, &options);
+    let said = &process.said;
+    assert!(said.contains("WARN"), "{said}");
+    let words = "no_such0:1 is asked for, but there is no device no_such0";
+    assert!(said.contains(words), "{said}");
+    assert!(said.contains("until then clients use TCP"), "{said}");
+    let quiet = Process::start(&pki, &["--memory", "8MiB"]);
+    assert!(!quiet.said.contains("WARN"), "{}", quiet.said);
 }
 
 #[test]
@@ -274,6 +295,7 @@ fn metrics_have_these_names() {
         "outram_memserver_refused_strangers counter",
         "outram_memserver_released_slabs counter",
         "outram_memserver_reserved_bytes gauge",
+        "outram_memserver_spare_bytes gauge",
         "outram_memserver_superseded_sessions counter",
         "outram_memserver_vacate_requests counter",
         "outram_memserver_written_bytes counter",

@@ -110,6 +110,7 @@ impl DoctorArguments {
         checks.extend(host_checks::programs(paths));
         let (settings, check) = host_checks::settings(paths);
         checks.push(check);
+        checks.push(host_checks::rdma(&settings.rdma));
         checks.push(host_checks::certificates(&settings));
         match Libvirt::connect(uri) {
             Ok(libvirt) => {

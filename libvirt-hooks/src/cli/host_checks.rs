@@ -19,8 +19,8 @@ use crate::uffd_probe;
 use outram_wire::causes::with_causes;
 use outram_wire::server::{ServerAddress, ServerStats};
 use outram_wire::units::format_size;
-use outram_wire::verbs::Domain;
 use outram_wire::verbs::port::{self, Port};
+use outram_wire::verbs::{Choice, Domain};
 
 /// The oldest kernel with all that the hand-over needs.
 const KERNEL_OLDEST: (u32, u32) = (6, 1);
@@ -52,7 +52,6 @@ pub(super) fn kernel() -> Vec<Check> {
     ];
     checks.extend(landlock());
     checks.extend(kvm());
-    checks.push(rdma());
     checks
 }
 
@@ -76,8 +75,19 @@ fn landlock() -> Option<Check> {
 }
 
 /// Whether pages can go over RDMA, as far as this host alone can tell. TCP always can.
-fn rdma() -> Check {
+pub(super) fn rdma(choice: &Choice) -> Check {
     let name = "RDMA";
+    if *choice == Choice::Off {
+        return Check::pass(name, "switched off: pages go over TCP");
+    }
+    if let Err(error) = choice.check() {
+        return Check::warn(
+            name,
+            format!("{}: pages go over TCP", with_causes(&error)),
+            "correct 'rdma' in the host's settings, or bring the device up; libibverbs1 and \
+             ibverbs-providers have to be installed, and root to open /dev/infiniband",
+        );
+    }
     let ports = port::ports();
     // A link-local address is hardly one that a server is reached from.
     let is_global = |port: &&Port| !port.gid.0.is_unicast_link_local() || !port.is_ethernet;

@@ -163,7 +163,7 @@ pub(super) fn random_number() -> Result<u64, Refusal> {
 
 impl Books {
     /// The account of exactly this session, not of a later one of the same guest.
-    fn account_with(&mut self, session: &Arc<Session>) -> Option<&mut Account> {
+    pub(super) fn account_with(&mut self, session: &Arc<Session>) -> Option<&mut Account> {
         let account = self.accounts.get_mut(&session.holder);
         account.filter(|account| Arc::ptr_eq(&account.session, session))
     }

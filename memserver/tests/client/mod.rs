@@ -13,7 +13,7 @@ use outram_wire::server::channel::{Channel, ChannelError, Received};
 use outram_wire::server::data::{self, Op, REPLY_BYTES, ReplyHeader, WELCOME_BYTES};
 use outram_wire::server::{
     ClientMessage, Extent, Hello, Purpose, Refusal, Reply, Request, ServerMessage, SessionSecret,
-    SlabId, Token, Welcome,
+    SlabId, Token, VERBS_VERSION, Welcome,
 };
 use outram_wire::tls::{self, Kind};
 use outram_wire::units::VmId;
@@ -135,9 +135,13 @@ fn guest(vm: VmId, secret: u8, arrives: bool) -> Purpose {
 }
 
 fn hello_for(purpose: Purpose) -> ClientMessage {
+    hello_at(1, purpose)
+}
+
+fn hello_at(version: u32, purpose: Purpose) -> ClientMessage {
     ClientMessage::Hello(Hello {
-        version_min: 1,
-        version_max: 1,
+        version_min: version,
+        version_max: version,
         purpose,
     })
 }
@@ -160,6 +164,17 @@ impl Client {
         secret: u8,
     ) -> Result<Self, Refusal> {
         Self::for_purpose(server, identity, guest(vm, secret, true))
+    }
+
+    /// Connects as one that knows of RDMA.
+    pub fn with_verbs(
+        server: SocketAddr,
+        identity: &Issued,
+        vm: VmId,
+        secret: u8,
+    ) -> Result<Self, Refusal> {
+        let hello = hello_at(VERBS_VERSION, guest(vm, secret, false));
+        Self::greet(server, identity, &hello)
     }
 
     /// Connects for any purpose.

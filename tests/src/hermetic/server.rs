@@ -155,6 +155,12 @@ impl MemServer {
         Ok(sample(&self.metrics, name)? as u64)
     }
 
+    /// Processor time that it has had, by its own count.
+    pub fn cpu(&self) -> Result<Duration> {
+        let seconds = sample(&self.metrics, "outram_memserver_cpu_seconds_total")?;
+        Ok(Duration::from_secs_f64(seconds))
+    }
+
     /// Slabs that clients hold, by the server's own count.
     pub fn slabs_leased(&self) -> Result<u64> {
         Ok(self.bytes_leased()? / self.slab_bytes)

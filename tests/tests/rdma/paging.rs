@@ -1,9 +1,10 @@
 //! Guests whose pages go over RDMA: that they come back as they were, that the server's process has no
 //! part in it, and what becomes of them when the server or the network goes.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::server::MemServer;
@@ -23,9 +24,9 @@ pub(crate) const TESTS: &[crate::Test] = &[
 ];
 
 /// Written by every test here: several times what the guest may cost.
-const FILLED: u64 = 5_000;
+pub(crate) const FILLED: u64 = 5_000;
 
-fn guest(lab: &Lab, server: &str) -> Result<Guest> {
+pub(crate) fn guest(lab: &Lab, server: &str) -> Result<Guest> {
     Guest::start(
         lab,
         &Wish {
@@ -35,34 +36,65 @@ fn guest(lab: &Lab, server: &str) -> Result<Guest> {
     )
 }
 
-fn transport(status: &Status) -> &str {
+pub(crate) fn transport(status: &Status) -> &str {
     let server = status.servers.first();
     let transport = server.and_then(|server| server.transport.as_deref());
     transport.unwrap_or("nothing")
 }
 
-fn demand_transport(guest: &Guest, wanted: &str) -> Result<()> {
+pub(crate) fn demand_transport(guest: &Guest, wanted: &str) -> Result<()> {
     let status = guest.status()?;
     ensure!(transport(&status) == wanted, "not {wanted}: {status:#?}");
     Ok(())
 }
 
-/// Processor time that a process has had, in ticks of 10 ms.
-fn ticks(pid: u32) -> Result<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let (_, rest) = stat.rsplit_once(") ").context("a name")?;
-    let fields: Vec<&str> = rest.split(' ').collect();
-    // utime and stime are fields 14 and 15 of proc(5), of which the rest begins with the third.
-    Ok(fields[11].parse::<u64>()? + fields[12].parse::<u64>()?)
+/// Reads all pages that were filled, a few at a time: each command has its own time.
+pub(crate) fn verify_all(guest: &mut Guest) -> Result<()> {
+    (0..FILLED)
+        .step_by(1000)
+        .try_for_each(|page| guest.verify(page, 1000))
 }
 
-/// Writes and reads all pages; the server's processor time for it.
-fn page(guest: &mut Guest, server: &MemServer) -> Result<u64> {
-    let before = ticks(server.pid())?;
+/// What paging came to: all pages written and read, and what it took.
+struct Paged {
+    status: Status,
+    took: Duration,
+    server_cpu: Duration,
+}
+
+fn page(guest: &mut Guest, server: &MemServer) -> Result<Paged> {
+    let (before, began) = (server.cpu()?, Instant::now());
     guest.fill(0, FILLED)?;
     guest.settle()?;
-    guest.verify(0, FILLED)?;
-    Ok(ticks(server.pid())? - before)
+    verify_all(guest)?;
+    let took = began.elapsed();
+    Ok(Paged {
+        server_cpu: server.cpu()? - before,
+        status: guest.status()?,
+        took,
+    })
+}
+
+impl Paged {
+    const HEAD: &str = "transport     fetched p50 us   p99 us   fetched/s   written/s   \
+                        server's CPU ms per 1000 pages";
+
+    fn row(&self, transport: &str) -> Result<String> {
+        let latency = self.status.latency.get("remote");
+        let latency = latency.context("no page was fetched")?;
+        let counters = &self.status.counters;
+        let (fetched, written) = (counters.faults_remote, counters.writeback_pages);
+        let per_second = |pages: u64| pages as f64 / self.took.as_secs_f64();
+        let cpu_ms = self.server_cpu.as_secs_f64() * 1e3;
+        Ok(format!(
+            "{transport:<14}{:>14}{:>9}{:>12.0}{:>12.0}{:>33.2}",
+            latency.us_p50,
+            latency.us_p99,
+            per_second(fetched),
+            per_second(written),
+            cpu_ms * 1e3 / (fetched + written) as f64,
+        ))
+    }
 }
 
 /// Requests that the server's process has served.
@@ -73,15 +105,24 @@ fn one_sided(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
     let mut near = guest(lab, &server.address)?;
     demand_transport(&near, "RDMA (rxe0)")?;
-    let packets = device.received()?;
+    let before = device.counters()?;
     let over_rdma = page(&mut near, &server)?;
-    let packets = device.received()? - packets;
+    let counted: BTreeMap<String, u64> = device
+        .counters()?
+        .into_iter()
+        .map(|(name, now)| (name.clone(), now - before.get(&name).unwrap_or(&0)))
+        .collect();
     ensure!(
         server.metric(REQUESTS)? == 0,
         "the server's process served requests"
     );
-    // A page that goes or comes is a packet at least, and its answer.
-    ensure!(packets > FILLED, "{packets} packets");
+    // A page that goes or comes is a packet at least, and its answer; none is a message, which a process
+    // would have to take.
+    ensure!(counted["rcvd_pkts"] > FILLED, "{counted:?}");
+    ensure!(
+        counted["rdma_sends"] + counted["rdma_recvs"] == 0,
+        "{counted:?}"
+    );
     // What is on the server can be had while its process stands still.
     let present = near.present(0, 500)?;
     ensure!(present < 500, "all of it is in memory");
@@ -94,10 +135,21 @@ fn one_sided(lab: &Lab) -> Result<()> {
     demand_transport(&far, "TCP")?;
     let over_tcp = page(&mut far, &server)?;
     ensure!(server.metric(REQUESTS)? > 0, "nothing went over TCP");
-    println!(
-        "pages_go_past_the_servers_process: the server's process took {over_rdma}0 ms of processor \
-         time over RDMA, {over_tcp}0 ms over TCP; {packets} packets"
-    );
+    let counted = counted.iter().filter(|(_, count)| **count > 0);
+    let counted: Vec<String> = counted
+        .map(|(name, count)| format!("{name} {count}"))
+        .collect();
+    for line in [
+        Paged::HEAD.to_owned(),
+        over_rdma.row("RDMA (rxe)")?,
+        over_tcp.row("TCP")?,
+        format!(
+            "rxe's counters, but those at 0 (so are rdma_sends and rdma_recvs): {}",
+            counted.join(", ")
+        ),
+    ] {
+        println!("pages_go_past_the_servers_process: {line}");
+    }
     far.end(&[&server])
 }
 
@@ -118,7 +170,7 @@ fn network_goes(lab: &Lab) -> Result<()> {
             transport(status) == "TCP" && status.waiting_faults == 0
         })?;
         demand_sound(&guest.answer(sent)?)?;
-        guest.verify(0, FILLED)?;
+        verify_all(&mut guest)?;
         guest.end(&[&server])
     })();
     fs::write(&settings, "")?;
@@ -177,7 +229,7 @@ fn backend_dies(lab: &Lab) -> Result<()> {
     guest.wait_status("pages to go over RDMA again", |status| {
         transport(status) == "RDMA (rxe0)"
     })?;
-    guest.verify(0, FILLED)?;
+    verify_all(&mut guest)?;
     guest.connect()?;
     guest.end(&[&server])
 }

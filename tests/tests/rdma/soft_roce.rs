@@ -1,10 +1,14 @@
 //! An RDMA device of the kernel's own over a network device.
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, Result};
-use outram_tests::hermetic::command::run;
+use anyhow::{Context, Result, ensure};
+use outram_tests::hermetic::command::{run, wait_for};
+
+use crate::fixture::LONG;
 
 /// The device; gone when dropped, once nobody uses it.
 pub(crate) struct SoftRoce {
@@ -16,33 +20,53 @@ pub(crate) struct SoftRoce {
 impl SoftRoce {
     /// Over the loopback device, whose address all servers here have.
     pub(crate) fn on_loopback() -> Result<Self> {
-        let name = "rxe0";
-        run(
-            "rdma",
-            &["link", "add", name, "type", "rxe", "netdev", "lo"],
-        )?;
-        Ok(Self {
-            name,
+        let device = Self {
+            name: "rxe0",
             network: None,
-        })
+        };
+        device.add()?;
+        Ok(device)
     }
 
     /// Over a network device of its own, with an address of its own.
     pub(crate) fn apart() -> Result<Self> {
-        let (name, network) = ("rxe1", "roce1");
+        let network = "roce1";
         let pair = ["type", "veth", "peer", "name", "roce1-far"];
         run("ip", &[&["link", "add", network][..], &pair].concat())?;
         run("ip", &["link", "set", "roce1-far", "up"])?;
         run("ip", &["addr", "add", "10.77.0.1/24", "dev", network])?;
         run("ip", &["link", "set", network, "up"])?;
-        run(
-            "rdma",
-            &["link", "add", name, "type", "rxe", "netdev", network],
-        )?;
-        Ok(Self {
-            name,
+        let device = Self {
+            name: "rxe1",
             network: Some(network),
-        })
+        };
+        device.add()?;
+        Ok(device)
+    }
+
+    /// Adds it, at first or once it was deleted.
+    pub(crate) fn add(&self) -> Result<()> {
+        let network = self.network.unwrap_or("lo");
+        let link = ["link", "add", self.name, "type", "rxe", "netdev", network];
+        run("rdma", &link).map(drop)
+    }
+
+    /// Deletes it; returns once nobody has it open.
+    pub(crate) fn delete(&self) -> Result<()> {
+        self.delete_within(LONG)
+    }
+
+    /// Whoever waits in it for a device in use cannot be killed, and is left behind.
+    fn delete_within(&self, limit: Duration) -> Result<()> {
+        let mut deleting = Command::new("rdma")
+            .args(["link", "delete", self.name])
+            .spawn()
+            .context("rdma could not be run")?;
+        let ended = wait_for("an RDMA device to be let go", limit, || {
+            Ok(deleting.try_wait()?)
+        })?;
+        ensure!(ended.success(), "{} is not deleted: {ended}", self.name);
+        Ok(())
     }
 
     /// Its name.
@@ -60,14 +84,19 @@ impl SoftRoce {
         Ok(())
     }
 
-    /// Packets that it has received, by its own count.
-    pub(crate) fn received(&self) -> Result<u64> {
-        let counter = format!(
-            "/sys/class/infiniband/{}/ports/1/hw_counters/rcvd_pkts",
-            self.name
-        );
-        let text = fs::read_to_string(Path::new(&counter)).context(counter)?;
-        text.trim().parse().context("a number")
+    /// Its own counts, by their names.
+    pub(crate) fn counters(&self) -> Result<BTreeMap<String, u64>> {
+        let folder = format!("/sys/class/infiniband/{}/ports/1/hw_counters", self.name);
+        let mut counters = BTreeMap::new();
+        for entry in fs::read_dir(&folder).context(folder)? {
+            let entry = entry?;
+            let text = fs::read_to_string(entry.path())?;
+            // One of them says how often they are gathered.
+            if let (Ok(name), Ok(count)) = (entry.file_name().into_string(), text.trim().parse()) {
+                counters.insert(name, count);
+            }
+        }
+        Ok(counters)
     }
 }
 
@@ -77,7 +106,7 @@ impl Drop for SoftRoce {
         if let Some(network) = self.network {
             let _ = run("ip", &["link", "del", network]);
         } else {
-            let _ = run("rdma", &["link", "delete", self.name]);
+            let _ = self.delete_within(Duration::from_secs(10));
         }
     }
 }

@@ -22,7 +22,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("a_peer_that_is_gone_is_noticed", gone),
 ];
 
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 
 /// Memory that is lent: a mapping whose first part is registered, so that what follows it is there,
 /// too, but not lent.
@@ -93,7 +93,7 @@ fn pair(lender: &Domain, borrower: &Domain) -> Result<(Responder, Initiator)> {
     Ok((responder, initiator))
 }
 
-fn stretch(remote: Remote, offset: usize, length: usize) -> Stretch {
+pub(crate) fn stretch(remote: Remote, offset: usize, length: usize) -> Stretch {
     Stretch {
         address: remote.address + offset as u64,
         key: remote.key,
@@ -102,7 +102,7 @@ fn stretch(remote: Remote, offset: usize, length: usize) -> Stretch {
 }
 
 /// Waits until so many requests have completed; their ids and what they read.
-fn completed(initiator: &mut Initiator, count: usize) -> Result<Vec<(u64, Vec<u8>)>> {
+pub(crate) fn completed(initiator: &mut Initiator, count: usize) -> Result<Vec<(u64, Vec<u8>)>> {
     let mut all = Vec::new();
     wait_for("transfers to complete", LONG, || {
         initiator.complete(|id, bytes| all.push((id, bytes.to_vec())))?;
@@ -112,7 +112,7 @@ fn completed(initiator: &mut Initiator, count: usize) -> Result<Vec<(u64, Vec<u8
 }
 
 /// Demands that the next completion is this failure.
-fn demand_failure(initiator: &mut Initiator, wanted: Failure) -> Result<()> {
+pub(crate) fn demand_failure(initiator: &mut Initiator, wanted: Failure) -> Result<()> {
     let failure = wait_for(
         "a transfer to fail",
         Duration::from_secs(60),
@@ -126,7 +126,7 @@ fn demand_failure(initiator: &mut Initiator, wanted: Failure) -> Result<()> {
     Ok(())
 }
 
-fn content(page: usize) -> Vec<u8> {
+pub(crate) fn content(page: usize) -> Vec<u8> {
     (0..PAGE)
         .map(|at| (at / 8 * 31 + at + page * 7) as u8)
         .collect()

@@ -196,6 +196,10 @@ fn serve(config: Config, powers: Powers, dir: &RunDir) -> anyhow::Result<()> {
         rdma: config.rdma.clone(),
         timing: Timing::default(),
     };
+    if let Err(error) = config.rdma.check() {
+        let words = with_causes(&error);
+        tracing::warn!("{words}: until then pages go over TCP, or wait where RDMA is demanded");
+    }
     if let Some(orphan) = Orphan::find(&dir.state(), config.vm, &powers)? {
         return serve_again(config, powers, dir, orphan, &remote);
     }

@@ -124,8 +124,11 @@ impl LineState {
                 now.asked = false;
                 now.answers.push_back(Err(reason));
             }
-            // Servers ask nothing back of a disk; of a stop, the end of the connection tells.
-            SessionEvent::Vacate { .. } | SessionEvent::Closing { .. } => {}
+            // Servers ask nothing back of a disk, and no RDMA device has part in it; of a stop, the end
+            // of the connection tells.
+            SessionEvent::Vacate { .. }
+            | SessionEvent::Withdrawn { .. }
+            | SessionEvent::Closing { .. } => {}
         }
         drop(now);
         self.changed.notify_all();

@@ -351,6 +351,7 @@ fn server_of(event: &SessionEvent) -> usize {
         | SessionEvent::Leased { server, .. }
         | SessionEvent::LeaseRefused { server, .. }
         | SessionEvent::Vacate { server, .. }
+        | SessionEvent::Withdrawn { server }
         | SessionEvent::Closing { server } => *server,
     }
 }

@@ -101,6 +101,11 @@ impl DemandReads {
         self.submit_waiting();
     }
 
+    /// The connection is of no use any more: what is in flight waits for the next one.
+    pub(super) fn disconnected(&mut self, server: ServerIndex) {
+        self.drop_line_of(server);
+    }
+
     /// Submits again what could not be submitted.
     pub(super) fn submit_waiting(&mut self) {
         for _ in 0..self.waiting.len() {

@@ -144,6 +144,12 @@ impl Housekeeping {
                 }
                 self.writer.ring();
             }
+            SessionEvent::Withdrawn { server } => {
+                for shard in &self.shards {
+                    shard.send(ShardEvent::Disconnected(server));
+                }
+                self.writer.send(WriterEvent::Disconnected(server));
+            }
             SessionEvent::Closing { server } => {
                 tracing::warn!(server, "a memory server is being stopped");
             }

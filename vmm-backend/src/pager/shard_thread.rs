@@ -73,6 +73,8 @@ pub(super) enum ShardEvent {
     Unpin(Vec<PageRun>),
     /// A connection for demand reads.
     Connection(ServerIndex, DataConn),
+    /// What pages are read over is to be dropped; another connection comes.
+    Disconnected(ServerIndex),
     /// Groups of slabs are gone for good.
     GroupsLost(Arc<HashSet<u32>>),
     /// Move pages out of this group: its server wants the slab back.
@@ -505,6 +507,7 @@ impl ShardThread {
             ShardEvent::Connection(server, conn) => {
                 self.shard.ports().demand.connected(server, conn)
             }
+            ShardEvent::Disconnected(server) => self.shard.ports().demand.disconnected(server),
             ShardEvent::GroupsLost(groups) => self.shard.on_groups_lost(&groups),
             ShardEvent::Vacate(group) => self.shard.on_vacate(group),
             ShardEvent::Homing(true) => self.shard.start_homing(),

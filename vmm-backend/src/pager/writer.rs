@@ -3,6 +3,11 @@
 //!
 //! A batch whose connection dies is written again on the next one, into fresh slots. That is safe,
 //! for the server lets no new connection in before the old one's last write has ended.
+//!
+//! What is written is not what is staged: pages are sealed on their way, into a buffer, and over RDMA
+//! copied from there to the connection's registered memory. Pages that are not sealed (`seal` is `off`)
+//! are copied too, for staging is not registered: that would pin it, and a retired slot's memory is given
+//! back by punching a hole, after which the device would go on with pages that the file has no longer.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -45,6 +50,8 @@ pub(super) enum WriterEvent {
     Write(usize, StagedPage),
     /// A connection for write-back.
     Connection(ServerIndex, DataConn),
+    /// What is written over is to be dropped; another connection comes.
+    Disconnected(ServerIndex),
     /// A server leased a slab, now in the slot pool.
     Leased(ServerIndex),
     /// A server leases no more for now.
@@ -175,6 +182,7 @@ impl Writer {
                 self.drop_conn(server);
                 self.conns[server] = Some(conn);
             }
+            WriterEvent::Disconnected(server) => self.drop_conn(server),
             WriterEvent::Leased(server) => self.leases[server] = Lease::default(),
             WriterEvent::LeaseRefused(server) => {
                 self.leases[server] = Lease {

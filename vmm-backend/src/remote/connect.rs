@@ -42,7 +42,7 @@ pub(super) struct Greeted {
     /// When the greeting was sent: the lease runs from then, or later.
     pub(super) asked_at: BootTime,
     /// Our address as the server sees it.
-    local: Option<IpAddr>,
+    pub(super) local: Option<IpAddr>,
     /// RDMA, where data is to go over it.
     pub(super) verbs: Option<Verbs>,
 }
@@ -158,6 +158,12 @@ impl Dialer {
                 Ok(None)
             }
         }
+    }
+
+    /// Whether there is a port that RDMA could go over, and the address leaves the choice.
+    pub(super) fn might_use_verbs(&self, local: Option<IpAddr>) -> bool {
+        self.address.transport() == Transport::Auto
+            && local.is_some_and(|local| self.rdma.port(local).is_ok())
     }
 
     fn check_welcome(&self, welcome: &Welcome) -> Result<(), RemoteError> {

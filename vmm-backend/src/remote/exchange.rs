@@ -2,24 +2,22 @@
 //! the same whichever order the messages come in.
 
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crossbeam_channel::{Sender, TrySendError};
 use outram_wire::server::channel::Channel;
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::{
-    ClientMessage, Refusal, Reply, Request, ServerMessage, SlabId, Transport,
+    ClientMessage, Purpose, Refusal, Reply, Request, ServerMessage, SlabId, Transport,
 };
+use outram_wire::verbs::VerbsError;
 
 use super::keeper::{Keeper, LinkEnd, jittered};
 use super::opener::{Agreed, Opening};
 use super::verbs::{Half, Other, Verbs};
 use super::{RemoteError, SessionEvent};
-
-/// Where RDMA has failed and TCP will do, RDMA is not tried for so long: whoever mends it has no need
-/// of it within the minute, and nobody's pages wait for it again and again.
-const VERBS_PAUSE: Duration = Duration::from_secs(60);
 
 /// What an answer is awaited for.
 pub(super) enum Asked {
@@ -47,6 +45,10 @@ pub(super) struct Link {
     pub(super) next_id: u64,
     pub(super) in_flight: VecDeque<InFlight>,
     pub(super) renew_at: Instant,
+    /// When it was greeted.
+    pub(super) since: Instant,
+    /// Our address as the server sees it.
+    pub(super) local: Option<IpAddr>,
     /// RDMA, where data goes over it.
     pub(super) verbs: Option<Verbs>,
 }
@@ -161,7 +163,7 @@ impl Keeper {
                 Ok(())
             }
             (Asked::QueuePair(..), Reply::Refused(refusal)) => {
-                Err(self.lose_verbs(self.dialer.refused(refusal)))
+                Err(self.lose_verbs(link.since, self.dialer.refused(refusal)))
             }
             (_, reply) => Err(self.broken(format!("{reply:?} to a request of another kind"))),
         }
@@ -174,6 +176,7 @@ impl Keeper {
         is_awaited: bool,
         reply: Reply,
     ) -> Result<(), LinkEnd> {
+        let since = link.since;
         let Some(verbs) = &mut link.verbs else {
             return Err(self.broken(format!("{reply:?} without RDMA")));
         };
@@ -193,7 +196,7 @@ impl Keeper {
             }
             Reply::Refused(Refusal::NotLeased { .. }) if was_released => {}
             Reply::Refused(refusal) => {
-                return Err(self.lose_verbs(self.dialer.refused(refusal)));
+                return Err(self.lose_verbs(since, self.dialer.refused(refusal)));
             }
             reply => return Err(self.broken(format!("{reply:?} to a request for a key"))),
         }
@@ -228,16 +231,36 @@ impl Keeper {
         };
         match verbs.new_pair() {
             Ok(half) => self.ask(link, Asked::QueuePair(role, Box::new(half))),
-            Err(source) => Err(self.lose_verbs(self.dialer.verbs_error(source))),
+            Err(source) => Err(self.lose_verbs(link.since, self.dialer.verbs_error(source))),
         }
     }
 
-    /// RDMA is of no use: all is made anew, over TCP for a while where that will do.
-    pub(super) fn lose_verbs(&mut self, error: RemoteError) -> LinkEnd {
+    /// RDMA, in use since then, is of no use: all is made anew, over TCP for a while where that will do.
+    pub(super) fn lose_verbs(&mut self, since: Instant, error: RemoteError) -> LinkEnd {
         if self.dialer.address.transport() == Transport::Auto {
-            self.no_verbs_until = Some(Instant::now() + VERBS_PAUSE);
+            self.verbs_pause
+                .note_failure(Instant::now(), since.elapsed());
         }
         LinkEnd::Failed(error)
+    }
+
+    /// Looks whether the device is being removed, or whether there is one again: all is made anew then.
+    pub(super) fn look_at_device(&mut self, link: &Link) -> Result<(), LinkEnd> {
+        if let Some(verbs) = &link.verbs {
+            if verbs.presence().is_over() {
+                let removed = format!("{} is being removed", verbs.port().device);
+                let error = self.dialer.verbs_error(VerbsError::NoPort(removed));
+                return Err(LinkEnd::Failed(error));
+            }
+            return Ok(());
+        }
+        let now = Instant::now();
+        let is_guest = matches!(self.purpose, Purpose::Guest { .. });
+        if is_guest && self.verbs_pause.is_try_due(now) && self.dialer.might_use_verbs(link.local) {
+            self.verbs_pause.note_try(now);
+            return Err(LinkEnd::Again);
+        }
+        Ok(())
     }
 
     fn open(&mut self, role: usize, agreed: Agreed) {

@@ -13,11 +13,13 @@ use outram_wire::causes::with_causes;
 use outram_wire::server::channel::{ChannelError, EventFd, Received};
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::{DiskWelcome, InstanceId, Purpose, SlabId, Welcome};
+use outram_wire::verbs::Presence;
 
 use super::connect::{Dialer, Greeted};
 use super::exchange::{Asked, Link};
 use super::opener::{Opener, Opening};
 use super::session::{Former, Order, Orders, SessionStatus, Shared};
+use super::verbs_pause::VerbsPause;
 use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
 
 /// An owner that listens no more gives its last order within so long: it only ends its threads first.
@@ -26,6 +28,8 @@ const LAST_ORDER: Duration = Duration::from_secs(30);
 /// Why the keeper stops serving a link.
 pub(super) enum LinkEnd {
     Failed(RemoteError),
+    /// Nothing is wrong: it is to be greeted anew, for RDMA.
+    Again,
     /// The owner left, or the session was closed.
     Over,
     /// The owner listens no more: it closes the session, or leaves it, or is gone.
@@ -53,8 +57,10 @@ pub(super) struct Keeper {
     /// Roles whose connection is to be tried again, and when.
     pub(super) retry_roles: Vec<(Instant, usize)>,
     pub(super) first: Option<Greeted>,
-    /// RDMA failed where TCP would do: until then it is TCP.
-    pub(super) no_verbs_until: Option<Instant>,
+    /// Where TCP would do.
+    pub(super) verbs_pause: VerbsPause,
+    /// The device that connections were last opened on.
+    pub(super) device: Option<Presence>,
 }
 
 impl Keeper {
@@ -109,7 +115,8 @@ impl Keeper {
             openings: None,
             retry_roles: Vec::new(),
             first: Some(greeted),
-            no_verbs_until: None,
+            verbs_pause: VerbsPause::new(Instant::now()),
+            device: None,
             dialer,
         })
     }
@@ -157,7 +164,8 @@ impl Keeper {
             openings: None,
             retry_roles: Vec::new(),
             first: None,
-            no_verbs_until: None,
+            verbs_pause: VerbsPause::new(Instant::now()),
+            device: None,
             dialer,
         })
     }
@@ -191,16 +199,20 @@ impl Keeper {
                         return;
                     }
                     LinkEnd::Failed(error) => self.tell_down(error),
+                    LinkEnd::Again => {
+                        let server = &self.dialer.address;
+                        tracing::info!(%server, "trying RDMA again");
+                        pause = Duration::ZERO;
+                    }
                 }
             }
+            self.tell_withdrawn();
             if !self.wait_out(jittered(pause), orders) {
                 return;
             }
             let timing = &self.dialer.timing;
             pause = (pause * 2).clamp(timing.retry_min, timing.retry_max);
-            let may_use_verbs = self
-                .no_verbs_until
-                .is_none_or(|until| until <= Instant::now());
+            let may_use_verbs = self.verbs_pause.is_over(Instant::now());
             match self.dialer.control(&self.purpose, may_use_verbs) {
                 Ok(fresh) => {
                     self.shared.status().reconnections += 1;
@@ -208,6 +220,15 @@ impl Keeper {
                 }
                 Err(error) => self.tell_down(error),
             }
+        }
+    }
+
+    /// Has connections dropped that keep a device from going.
+    fn tell_withdrawn(&mut self) {
+        if self.device.take_if(|device| device.is_over()).is_some() {
+            let server = self.server;
+            // Without an owner nobody has connections.
+            let _ = self.tell(SessionEvent::Withdrawn { server });
         }
     }
 
@@ -269,8 +290,13 @@ impl Keeper {
             next_id: 1,
             in_flight: VecDeque::new(),
             renew_at: now,
+            since: now,
+            local: greeted.local,
             verbs: greeted.verbs,
         };
+        if let Some(verbs) = &link.verbs {
+            self.device = Some(verbs.presence());
+        }
         self.lease = Duration::from_millis(welcome.lease_timeout_ms);
         self.note_lease(greeted.asked_at);
         let kept: BTreeSet<SlabId> = welcome.held.iter().copied().collect();
@@ -365,7 +391,7 @@ impl Keeper {
             Order::DataFailed(role, generation, error) if self.is_current(generation) => {
                 tracing::warn!(role, "{}", with_causes(&error));
                 if link.verbs.is_some() {
-                    return Err(self.lose_verbs(error));
+                    return Err(self.lose_verbs(link.since, error));
                 }
                 self.show(|status| status.detail = Some(with_causes(&error)));
                 self.retry_role(role);
@@ -394,6 +420,7 @@ impl Keeper {
             return Err(self.failed(ChannelError::TimedOut("answer")));
         }
         if link.renew_at <= now {
+            self.look_at_device(link)?;
             link.renew_at = now + self.dialer.timing.renew.min(self.lease / 3);
             if self.shared.status().reserved_bytes < self.reserve_bytes {
                 self.ask(link, Asked::Reserve(self.reserve_bytes, None))?;

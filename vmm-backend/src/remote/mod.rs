@@ -11,6 +11,7 @@
 //!
 //! Data goes over RDMA where both ends have a device for it and the address does not say otherwise, and
 //! over TCP elsewhere: which it is, is settled at each greeting, for all connections that follow it.
+//! Where it came to be TCP though there is a device, the session greets anew now and then, to return.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +35,7 @@ mod tcp;
 #[cfg(test)]
 pub(crate) mod test_server;
 mod verbs;
+mod verbs_pause;
 
 pub use connection::{DataConn, ExtentError, SubmitError};
 pub use error::RemoteError;
@@ -173,6 +175,12 @@ pub enum SessionEvent {
         server: usize,
         /// Which slab.
         slab: SlabId,
+    },
+    /// The device that data connections went over is being removed, which may wait until nobody has it
+    /// open: they are to be dropped. `Down` came before.
+    Withdrawn {
+        /// Which server.
+        server: usize,
     },
     /// The server announced that it is being stopped; `Down` follows.
     Closing {

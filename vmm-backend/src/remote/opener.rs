@@ -50,11 +50,13 @@ impl Opener {
 
     fn run(&self, openings: &Receiver<Opening>) {
         for opening in openings {
-            if self.generation.load(Ordering::Acquire) != opening.generation {
+            if self.is_void(opening.generation) {
                 continue;
             }
             let (server, role) = (self.server, opening.role);
             let told = match self.open(opening.agreed) {
+                // Its device may be to go meanwhile.
+                Ok(_) if self.is_void(opening.generation) => continue,
                 Ok(mut conn) => {
                     conn.generation = opening.generation;
                     let event = SessionEvent::DataConnection { server, role, conn };
@@ -68,6 +70,10 @@ impl Opener {
                 return;
             }
         }
+    }
+
+    fn is_void(&self, generation: u64) -> bool {
+        self.generation.load(Ordering::Acquire) != generation
     }
 
     fn open(&self, agreed: Agreed) -> Result<DataConn, RemoteError> {

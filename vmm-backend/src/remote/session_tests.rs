@@ -74,7 +74,7 @@ impl Owner {
             SessionEvent::Leased { slab, .. } => self.held.push(slab),
             SessionEvent::LeaseRefused { reason, .. } => self.refused.push(reason),
             SessionEvent::Vacate { slab, .. } => self.vacate.push(slab),
-            SessionEvent::Closing { .. } => {}
+            SessionEvent::Withdrawn { .. } | SessionEvent::Closing { .. } => {}
         }
     }
 

@@ -4,8 +4,10 @@
 //! together is freed in order because everything holds what it was made from.
 #![allow(unsafe_code)]
 
-use std::ffi::CStr;
+use std::ffi::{CStr, OsStr};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -81,6 +83,11 @@ impl Domain {
         Ok(Self(Arc::new(opened)))
     }
 
+    /// Whether the two are one.
+    pub fn is(&self, other: &Domain) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// The port that it was opened for.
     pub fn port(&self) -> &Port {
         &self.0.port
@@ -88,7 +95,36 @@ impl Domain {
 
     /// Whether the device is still there, and its port up.
     pub fn is_usable(&self) -> bool {
-        self.0.look().is_ok()
+        !self.is_removed() && self.0.look().is_ok()
+    }
+
+    /// Whether the device is gone, or is to go.
+    pub fn is_removed(&self) -> bool {
+        self.presence().is_over()
+    }
+
+    /// For looking whether the device is still there without keeping it open.
+    pub fn presence(&self) -> Presence {
+        // SAFETY: the context is open.
+        let device = unsafe { self.0.context.as_ref() }.device;
+        // SAFETY: its device lives as long as the context does.
+        let path = unsafe { &(*device).dev_path };
+        // SAFETY: libibverbs has written a path of sysfs there that ends with a zero.
+        let path = unsafe { CStr::from_ptr(path.as_ptr()) };
+        Presence(Path::new(OsStr::from_bytes(path.to_bytes())).to_owned())
+    }
+}
+
+/// Where the kernel shows a device that was opened.
+#[derive(Clone, Debug)]
+pub struct Presence(PathBuf);
+
+impl Presence {
+    /// Whether the device is gone, or is to go: the removal of one whose driver cannot part with
+    /// programs (soft-RoCE's) waits until nobody has it open, and it works as before meanwhile.
+    pub fn is_over(&self) -> bool {
+        // This is the first that a removal takes away.
+        !self.0.exists()
     }
 }
 

@@ -20,7 +20,7 @@ mod initiator;
 pub mod port;
 mod queue_pair;
 
-pub use device::{Access, Buffer, Domain, Region, Remote};
+pub use device::{Access, Buffer, Domain, Presence, Region, Remote};
 pub use initiator::{Initiator, PostError, Stretch};
 pub use port::{Choice, ChoiceError, Port};
 pub use queue_pair::Responder;

@@ -2,13 +2,13 @@
 
 use std::fmt;
 use std::fs;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::str::FromStr;
 
 use serde::Deserialize;
 
-use super::{Gid, VerbsError};
+use super::{Domain, Gid, VerbsError};
 
 /// Where the kernel lists RDMA devices.
 const DEVICES: &str = "/sys/class/infiniband";
@@ -134,6 +134,17 @@ impl Choice {
         self.port_below(Path::new(DEVICES), local)
     }
 
+    /// Whether a device that is named is there, and can be opened. What is chosen otherwise depends on the
+    /// peer.
+    pub fn check(&self) -> Result<(), VerbsError> {
+        match self {
+            Self::Off | Self::Auto => Ok(()),
+            Self::Device { .. } => {
+                Domain::open(&self.port(Ipv4Addr::UNSPECIFIED.into())?).map(drop)
+            }
+        }
+    }
+
     fn port_below(&self, devices: &Path, local: IpAddr) -> Result<Port, VerbsError> {
         match self {
             Self::Off => Err(VerbsError::NoPort("it is switched off".to_owned())),
@@ -161,10 +172,40 @@ impl Choice {
                 let ipv4 = |port: &&Port| port.gid.0.to_ipv4_mapped().is_some();
                 let found = ports.iter().find(ipv4).or(ports.first());
                 found.cloned().ok_or_else(|| {
-                    VerbsError::NoPort(format!("{self} is not there, not up, or has no such GID"))
+                    let why = why_not(&devices.join(name), name, *port, *gid_index);
+                    let usable = usable(devices);
+                    VerbsError::NoPort(format!("{self} is asked for, but {why}; {usable}"))
                 })
             }
         }
+    }
+}
+
+/// What a device that is asked for lacks.
+fn why_not(device: &Path, name: &str, port: u8, gid_index: Option<u8>) -> String {
+    let place = device.join("ports").join(port.to_string());
+    let state = text_of(&place.join("state"));
+    if !device.exists() {
+        format!("there is no device {name}")
+    } else if !place.exists() {
+        format!("{name} has no port {port}")
+    } else if !state.contains("ACTIVE") {
+        format!("port {port} of {name} is not up (its state is '{state}')")
+    } else if let Some(index) = gid_index {
+        format!("port {port} of {name} has no address of RoCE v2 with the index {index}")
+    } else {
+        format!("port {port} of {name} has no address of RoCE v2")
+    }
+}
+
+/// What there is instead, and what to do.
+fn usable(devices: &Path) -> String {
+    let there: Vec<String> = ports_below(devices).iter().map(Port::to_string).collect();
+    match there.is_empty() {
+        true => "no device here has a port that is up ('rdma link' shows all): load its driver, \
+             bring its network up"
+            .to_owned(),
+        false => format!("usable here: {}", there.join(", ")),
     }
 }
 
@@ -290,9 +331,26 @@ mod tests {
         };
         assert_eq!(choose("rxe0").expect("there").gid_index, 1);
         assert_eq!(choose("rxe0:1:0").expect("there").gid_index, 0);
-        for text in ["rxe0:2", "rxe0:1:2", "rxe1", "down_0", "old_0", "off"] {
-            assert!(choose(text).is_err(), "{text}");
+        for (text, why) in [
+            ("rxe0:2", "rxe0:2 is asked for, but rxe0 has no port 2"),
+            ("rxe0:1:2", "has no address of RoCE v2 with the index 2"),
+            ("rxe1", "there is no device rxe1"),
+            ("down_0", "is not up (its state is '1: DOWN')"),
+            ("old_0", "port 1 of old_0 has no address of RoCE v2;"),
+            ("off", "switched off"),
+        ] {
+            let error = choose(text).expect_err(text).to_string();
+            assert!(error.contains(why), "{error}");
+            let is_told = error.contains("usable here: rxe0 port 1 GID 0 (fe80::");
+            assert!(is_told || text == "off", "{error}");
         }
+        let choice: Choice = "rxe0".parse().expect("a device");
+        let nowhere = choice.port_below(Path::new("/nonexistent"), [192, 0, 2, 1].into());
+        let error = nowhere.expect_err("there is none").to_string();
+        assert!(
+            error.contains("no device here has a port that is up"),
+            "{error}"
+        );
     }
 
     #[test]

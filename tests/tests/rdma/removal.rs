@@ -1,0 +1,114 @@
+//! Devices that are removed while pages go over them: that no page is lost or changed, that nobody keeps
+//! such a device from going, and what goes on once it is there again.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use outram_wire::control::{Phase, Status};
+use serde_json::json;
+
+use crate::fixture::{Guest, Lab, Wish, demand_sound};
+use crate::paging::{FILLED, demand_transport, guest, transport, verify_all};
+use crate::soft_roce::SoftRoce;
+
+pub(crate) const TESTS: &[crate::Test] = &[
+    (
+        "a_link_that_is_deleted_leaves_tcp_until_it_is_back",
+        leaves_tcp,
+    ),
+    ("with_rdma_alone_a_guest_waits_for_its_link", waits),
+    ("a_backend_started_again_waits_for_rdma", started_again),
+];
+
+/// Has a vCPU read and write for a while; the number of the command.
+fn work(guest: &mut Guest, seconds: f64) -> Result<u64> {
+    let work = json!({"page": 0, "pages": FILLED, "seconds": seconds, "write_share": 0.5});
+    guest.send(1, "work", work)
+}
+
+fn detail(status: &Status) -> &str {
+    let server = status.servers.first();
+    let detail = server.and_then(|server| server.detail.as_deref());
+    detail.unwrap_or_default()
+}
+
+fn leaves_tcp(lab: &Lab) -> Result<()> {
+    let device = SoftRoce::on_loopback()?;
+    let server = lab.server()?;
+    let mut guest = guest(lab, &server.address)?;
+    demand_transport(&guest, "RDMA (rxe0)")?;
+    guest.fill(0, FILLED)?;
+    let sent = work(&mut guest, 4.0)?;
+    std::thread::sleep(Duration::from_secs(1));
+    // Returns once both ends have let go of it.
+    device.delete()?;
+    guest.wait_status("pages to go over TCP", |status| {
+        transport(status) == "TCP" && status.waiting_faults == 0
+    })?;
+    demand_sound(&guest.answer(sent)?)?;
+    verify_all(&mut guest)?;
+
+    device.add()?;
+    let sent = work(&mut guest, 4.0)?;
+    // A young session waits for a minute before it makes its connections anew.
+    let is_back = |status: &Status| transport(status) == "RDMA (rxe0)";
+    guest
+        .wait_status("a minute", is_back)
+        .or_else(|_| guest.wait_status("pages to go over RDMA again", is_back))?;
+    demand_sound(&guest.answer(sent)?)?;
+    verify_all(&mut guest)?;
+    guest.end(&[&server])
+}
+
+fn waits(lab: &Lab) -> Result<()> {
+    let device = SoftRoce::on_loopback()?;
+    let server = lab.server()?;
+    let mut guest = guest(lab, &format!("rdma://{}", server.address))?;
+    guest.fill(0, FILLED)?;
+    let sent = work(&mut guest, 3.0)?;
+    std::thread::sleep(Duration::from_secs(1));
+    device.delete()?;
+    guest.wait_status("the wait to be told", |status| {
+        status.phase == Phase::Stalled
+            && status.waiting_faults > 0
+            && detail(status).contains("no RDMA device can be used")
+    })?;
+    guest.demand_silence(sent)?;
+    device.add()?;
+    demand_sound(&guest.answer(sent)?)?;
+    verify_all(&mut guest)?;
+    demand_transport(&guest, "RDMA (rxe0)")?;
+    guest.end(&[&server])
+}
+
+/// A guest is refused in words where there is no RDMA when it starts; one that is there is kept.
+fn started_again(lab: &Lab) -> Result<()> {
+    let device = SoftRoce::on_loopback()?;
+    let server = lab.server()?;
+    let demanding = format!("rdma://{}", server.address);
+    let wish = Wish {
+        servers: &[&demanding],
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, FILLED)?;
+    guest.kill_backend()?;
+    device.delete()?;
+    let refused = self::guest(lab, &demanding);
+    let error = format!("{:#}", refused.err().context("it was not refused")?);
+    ensure!(error.contains("RDMA fails"), "{error}");
+    ensure!(server.slabs_leased()? > 0, "the first one's are gone");
+
+    guest.take_over(lab, &wish)?;
+    let sent = guest.send(1, "verify", json!({"page": 0, "pages": 1000}))?;
+    guest.wait_status("the wait to be told", |status| {
+        status.phase == Phase::Stalled && detail(status).contains("RDMA fails")
+    })?;
+    guest.demand_silence(sent)?;
+    device.add()?;
+    demand_sound(&guest.answer(sent)?)?;
+    verify_all(&mut guest)?;
+    demand_transport(&guest, "RDMA (rxe0)")?;
+    guest.connect()?;
+    guest.end(&[&server])
+}
