@@ -1,0 +1,214 @@
+//! Workloads, on Outram and on the [baselines](super::baseline), in turn.
+//!
+//! Every run must come to what the same run came to with all of its memory local: another checksum, or
+//! other bytes in memory afterwards, end the benchmark.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+
+use super::baseline::{self, ALL_LOCAL, PARTLY_LOCAL};
+use super::phase::{Run, Subject, Task};
+use super::results::Series;
+use super::session::Session;
+use super::workloads::catalogue;
+use crate::small_lab::LEAST;
+
+/// RAM is made of such steps, so that the kernel's huge pages would fit.
+const STEP_MIB: u64 = 2;
+
+/// The memory that is ours.
+pub const OUTRAM: &str = "outram";
+
+/// A contest under way.
+pub struct Contest<'a> {
+    session: &'a mut Session,
+    names: Vec<&'static str>,
+    /// What each workload has to come to.
+    truths: BTreeMap<&'static str, Run>,
+}
+
+impl<'a> Contest<'a> {
+    /// Of all workloads, or those that the settings name.
+    pub fn new(session: &'a mut Session) -> Result<Self> {
+        let only = &session.settings.only;
+        for name in only {
+            super::phase::entry(name)?;
+        }
+        let is_wanted = |name: &str| only.is_empty() || only.iter().any(|wanted| wanted == name);
+        let names = catalogue().iter().map(|entry| entry.name);
+        Ok(Self {
+            names: names.filter(|name| is_wanted(name)).collect(),
+            session,
+            truths: BTreeMap::new(),
+        })
+    }
+
+    /// Runs all of them, round by round.
+    pub fn run(mut self) -> Result<()> {
+        for round in 0..self.session.settings.rounds {
+            for name in self.names.clone() {
+                self.run_one(round, name)
+                    .with_context(|| format!("workload '{name}'"))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn run_one(&mut self, round: usize, name: &'static str) -> Result<()> {
+        let settings = &self.session.settings;
+        let task = Task {
+            name: name.to_owned(),
+            bytes: (settings.workload_mib << 20) as usize,
+            seed: settings.seed,
+            compute: settings.compute,
+        };
+        let local_ratios = settings.local_ratios.clone();
+        let rounds = settings.rounds;
+        self.session
+            .say(&format!("round {} of {rounds}: {name}", round + 1));
+        let footprint = Subject::new(&task)?.footprint() as u64;
+        let mib = footprint.div_ceil(1 << 20).next_multiple_of(STEP_MIB);
+        for memory in ALL_LOCAL {
+            self.run_baseline(memory, &task, mib << 20, 1.0, name)?;
+        }
+        for &local in &local_ratios {
+            let run = self.run_outram(&task, mib, local);
+            let run = run.with_context(|| format!("Outram at a local ratio of {local}"))?;
+            self.note(OUTRAM, name, mib << 20, local, run)?;
+            if local < 1.0 {
+                for memory in PARTLY_LOCAL {
+                    self.run_baseline(memory, &task, mib << 20, local, name)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What a baseline cannot do on this machine is noted as missing; but what it does must be right.
+    fn run_baseline(
+        &mut self,
+        memory: &str,
+        task: &Task,
+        bytes: u64,
+        local: f64,
+        name: &'static str,
+    ) -> Result<()> {
+        if self
+            .session
+            .results
+            .missing
+            .iter()
+            .any(|known| known.what == memory)
+        {
+            return Ok(());
+        }
+        match baseline::run(self.session, memory, task, bytes, local) {
+            Ok(run) => self.note(memory, name, bytes, local, run),
+            Err(error) if PARTLY_LOCAL.contains(&memory) => {
+                self.session
+                    .say(&format!("'{memory}' cannot be had here: {error:#}"));
+                self.session.results.note_missing(memory, &error);
+                Ok(())
+            }
+            Err(error) => Err(error.context(format!("memory '{memory}'"))),
+        }
+    }
+
+    fn run_outram(&self, task: &Task, mib: u64, local: f64) -> Result<Run> {
+        let limit = ((mib << 20) as f64 * local) as u64;
+        ensure!(
+            limit >= LEAST,
+            "{limit} bytes of local memory are less than the least, {LEAST}: use more data"
+        );
+        let session = &*self.session;
+        let mut guest = session.guest(mib, 1, limit)?;
+        let patience = session.settings.patience;
+        let mut work = |phase: &str| -> Result<serde_json::Value> {
+            let asked = guest.send(0, "workload", json!({"task": task, "phase": phase}))?;
+            let answer = guest.vmm.wait(asked, patience);
+            let answer = answer.map_err(|error| error.context(guest.log()))?;
+            // Inputs that are still on their way out would be measured with the run.
+            guest.settle()?;
+            Ok(answer)
+        };
+        work("prepare")?;
+        let run = serde_json::from_value(work("run")?)?;
+        guest.end(&[&session.server])?;
+        Ok(run)
+    }
+
+    fn note(
+        &mut self,
+        memory: &str,
+        name: &'static str,
+        bytes: u64,
+        local_ratio: f64,
+        run: Run,
+    ) -> Result<()> {
+        let truth = self.truths.entry(name).or_insert_with(|| run.clone());
+        demand_same(truth, &run)
+            .with_context(|| format!("on '{memory}' at a local ratio of {local_ratio}"))?;
+        self.session.results.note_run(Series {
+            workload: name.to_owned(),
+            memory: memory.to_owned(),
+            local_ratio,
+            bytes,
+            runs: vec![run],
+        });
+        Ok(())
+    }
+}
+
+/// Fails where a run came to something else than it does with all of its memory local.
+fn demand_same(truth: &Run, run: &Run) -> Result<()> {
+    let of = |run: &Run| (run.operations, run.checksum, run.digest);
+    ensure!(
+        of(truth) == of(run),
+        "WRONG RESULT: operations, checksum and memory afterwards are {:x?}, but {:x?} where all memory \
+         is local",
+        of(run),
+        of(truth)
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_result_ends_the_benchmark() {
+        let truth = Run {
+            operations: 5,
+            checksum: 6,
+            digest: 7,
+            seconds: 1.0,
+            ..Run::default()
+        };
+        let slower = Run {
+            seconds: 9.0,
+            major_faults: 3,
+            ..truth.clone()
+        };
+        demand_same(&truth, &slower).expect("slower is not wrong");
+        for wrong in [
+            Run {
+                operations: 4,
+                ..truth.clone()
+            },
+            Run {
+                checksum: 4,
+                ..truth.clone()
+            },
+            Run {
+                digest: 4,
+                ..truth.clone()
+            },
+        ] {
+            let error = demand_same(&truth, &wrong).expect_err("it is wrong");
+            assert!(error.to_string().contains("WRONG RESULT"), "{error}");
+        }
+    }
+}
