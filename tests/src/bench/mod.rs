@@ -1,0 +1,3 @@
+//! The benchmark: known workloads in memory that is paged underneath.
+
+pub mod workloads;
