@@ -9,8 +9,13 @@
 //! of the data frame. Logarithms and powers are the system's own, so checksums of workloads that
 //! draw from a distribution may differ between machines whose C libraries round differently.
 
+mod data_frame;
+mod graph;
+mod graph_walks;
 mod hash_table;
 mod key_value;
+mod kmeans;
+mod lu;
 mod numbers;
 mod phases;
 mod quicksort;
@@ -37,7 +42,8 @@ pub trait Workload {
     /// Bytes of memory it will use at most.
     fn footprint(&self) -> usize;
 
-    /// Writes its inputs to the memory, front to back. Not measured; goes before every run.
+    /// Writes its inputs to the memory, front to back but for the index of a hash table. Not
+    /// measured; goes before every run.
     ///
     /// # Panics
     ///
@@ -126,5 +132,32 @@ static CATALOGUE: &[Entry] = &[
         summary: "STREAM's copy, scale, add and triad, five times; an operation is an element \
                   written",
         make: |parameters| Box::new(stream::Stream::new(parameters)),
+    },
+    Entry {
+        name: "kmeans",
+        summary: "k-means, 8 clusters in 8 dimensions, four rounds; an operation is a point labelled",
+        make: |parameters| Box::new(kmeans::KMeans::new(parameters)),
+    },
+    Entry {
+        name: "pagerank",
+        summary: "PageRank on a graph with power-law degrees, three rounds; an operation is an edge",
+        make: |parameters| Box::new(graph_walks::PageRank::new(parameters)),
+    },
+    Entry {
+        name: "bfs",
+        summary: "two breadth-first searches of the same graph; an operation is an edge",
+        make: |parameters| Box::new(graph_walks::BreadthFirst::new(parameters)),
+    },
+    Entry {
+        name: "lu",
+        summary: "LU factorisation of a tall matrix, blocked, with partial pivoting, as LINPACK's; an \
+                  operation is a multiplication and a subtraction",
+        make: |parameters| Box::new(lu::Lu::new(parameters)),
+    },
+    Entry {
+        name: "data-frame",
+        summary: "scans, filters and group-bys on a table of taxi trips by columns; an operation is a \
+                  row that a query looks at",
+        make: |parameters| Box::new(data_frame::DataFrame::new(parameters)),
     },
 ];
