@@ -87,8 +87,9 @@ impl Graph {
         let vertices = Scatter::new(self.vertices, !self.seed);
         let mut random = Random::new(self.seed);
         let mut start = 0;
-        for vertex in 0..self.vertices {
-            starts[vertex] = start as u64;
+        let (last, first) = starts.split_last_mut().expect("one more than vertices");
+        for (vertex, begin) in first.iter_mut().enumerate() {
+            *begin = start as u64;
             let end = start + degree(ranks.of(vertex), self.vertices);
             for target in &mut targets[start..end] {
                 // The cube of an even number is below `x` in a share `x^(1/3)` of cases, whose
@@ -98,7 +99,7 @@ impl Graph {
             }
             start = end;
         }
-        starts[self.vertices] = start as u64;
+        *last = start as u64;
     }
 }
 

@@ -146,9 +146,13 @@ mod tests {
         let mut page_rank = PageRank::new(&parameters());
         let mut memory = vec![0; page_rank.footprint() / 8];
         page_rank.prepare(&mut memory);
-        page_rank.run(&mut memory);
+        let outcome = page_rank.run(&mut memory);
+        page_rank.prepare(&mut memory);
         let graph = page_rank.0;
-        let parts = graph.parts(&mut memory);
+        let mut parts = graph.parts(&mut memory);
+        (0..ROUNDS).for_each(|_| hand_on(&mut parts));
+        let checksum = parts.one.iter().fold(0, |sum, &rank| fold(sum, rank));
+        assert_eq!(outcome.checksum, checksum);
         let found: Vec<f64> = parts.one.iter().map(|&word| f64::from_bits(word)).collect();
         assert!((found.iter().sum::<f64>() - 1.0).abs() < 1e-9);
 

@@ -207,6 +207,19 @@ mod tests {
     }
 
     #[test]
+    fn keys_whose_hashes_begin_and_end_alike_are_kept_apart() {
+        let mut memory = vec![0; 1024];
+        let mut table = HashTable::new(&mut memory, 1024, 100);
+        let alike = |key: u64| (tag(hash(&[key])), below(hash(&[key]), table.slots));
+        let other = (1..).find(|&key| alike(key) == alike(0)).expect("some key");
+        assert_eq!(table.set(&mut memory, &[0], &[10]), Ok(()));
+        assert_eq!(table.get(&memory, &[other]), None);
+        assert_eq!(table.set(&mut memory, &[other], &[11]), Ok(()));
+        assert_eq!(table.get(&memory, &[0]), Some(&[10][..]));
+        assert_eq!(table.get(&memory, &[other]), Some(&[11][..]));
+    }
+
+    #[test]
     fn a_table_of_tiny_items_keeps_an_empty_slot() {
         let mut memory = vec![0; 1024];
         let mut table = HashTable::new(&mut memory, 1024, 100);

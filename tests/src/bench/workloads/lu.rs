@@ -12,7 +12,7 @@ const COLUMNS: usize = 128;
 
 /// Columns that are factored before the others are brought up to date.
 const BLOCK: usize = 16;
-const _: () = assert!(COLUMNS % BLOCK == 0 && BLOCK % 4 == 0);
+const _: () = assert!(COLUMNS.is_multiple_of(BLOCK) && BLOCK.is_multiple_of(4));
 
 /// Rows that are brought up to date at once: a page of each column, so a block of them is cached.
 const STRIP: usize = 512;
@@ -38,8 +38,9 @@ impl Lu {
         let mut pivots = [0; COLUMNS];
         let mut sum = 0u64;
         for first in (0..COLUMNS).step_by(BLOCK) {
-            for column in first..first + BLOCK {
-                pivots[column] = self.pivot(matrix, column);
+            for (index, pivot) in pivots[first..first + BLOCK].iter_mut().enumerate() {
+                let column = first + index;
+                *pivot = self.pivot(matrix, column);
                 sum = sum.wrapping_add(self.eliminate(matrix, column, first + BLOCK));
             }
             self.update(matrix, first);

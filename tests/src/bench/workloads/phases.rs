@@ -49,7 +49,7 @@ impl Phases {
         (0..self.operations_per_phase()).fold(state, |state, operation| {
             let word = &mut working_set[below(state, self.words / PARTS)];
             let value = *word;
-            if operation % READS_PER_WRITE == 0 {
+            if operation.is_multiple_of(READS_PER_WRITE) {
                 *word ^= state;
             }
             compute(fold(state, value ^ operation), self.compute)
