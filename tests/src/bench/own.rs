@@ -44,11 +44,22 @@ impl Bill {
         })
     }
 
+    /// Has the time and the processor time of a vCPU alone, where that said what its work took.
+    fn only(mut self, before: &Self, answer: &Value) -> Self {
+        let took = |key: &str| {
+            let seconds = answer[key].as_f64().unwrap_or_default();
+            Duration::try_from_secs_f64(seconds).unwrap_or_default()
+        };
+        self.at = before.at + took("seconds");
+        self.vcpu = before.vcpu + took("cpu_seconds");
+        self
+    }
+
     /// Notes what was used from here to `later`, by GiB of these pages.
     fn note(&self, later: &Self, session: &mut Session, what: &str, pages: u64) {
         let gib = (pages * PAGE) as f64 / GIB;
         for (who, before, after) in [
-            ("VMM", self.vcpu, later.vcpu),
+            ("vCPU", self.vcpu, later.vcpu),
             ("helper", self.helper, later.helper),
             ("server", self.server, later.server),
         ] {
@@ -115,7 +126,7 @@ fn probe(session: &mut Session, guest: &mut Guest, round: usize, name: &str) -> 
     let seed = session.settings.seed + round as u64;
     let order = json!({"page": 0, "pages": pages, "count": count, "seed": seed});
     let answer = command(guest, "probe", order)?;
-    let after = Bill::now(session, guest)?;
+    let after = Bill::now(session, guest)?.only(&before, &answer);
     let latencies = Latencies::from_json(&answer["latencies"])?;
     let remote = after.counters.faults_remote - before.counters.faults_remote;
     ensure!(

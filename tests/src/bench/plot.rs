@@ -38,7 +38,8 @@ struct Picture {
     file: String,
     title: String,
     axes: (&'static str, &'static str),
-    is_logarithmic: bool,
+    /// Whether the first axis is of latencies, each ten times the one before; the second always is so.
+    is_of_latencies: bool,
     lines: Vec<Line>,
 }
 
@@ -75,7 +76,7 @@ fn pictures(results: &Results) -> Vec<Picture> {
         file: "latencies".to_owned(),
         title: "Latencies: share of uses that took longer".to_owned(),
         axes: ("µs", "share that took longer"),
-        is_logarithmic: true,
+        is_of_latencies: true,
         lines: [
             "wire round trip",
             "uffd round trip, spinning",
@@ -127,7 +128,7 @@ fn slowdown(file: &str, title: &str, lines: Vec<Line>) -> Picture {
         file: file.to_owned(),
         title: title.to_owned(),
         axes: ("local ratio", "time ÷ time with all memory local"),
-        is_logarithmic: false,
+        is_of_latencies: false,
         lines,
     }
 }
@@ -160,6 +161,10 @@ fn slowdowns(results: &Results, workload: &str, memory: &str) -> Vec<(f64, f64)>
             Some((series.local_ratio, ratio.median))
         })
         .collect();
+    if !points.is_empty() && points.iter().all(|point| point.0 < 1.0) {
+        // What pages only where memory is short is all local here.
+        points.push((1.0, 1.0));
+    }
     points.sort_by(|one, other| one.0.total_cmp(&other.0));
     points
 }
@@ -203,6 +208,14 @@ fn paint<B: DrawingBackend>(area: &DrawingArea<B, Shift>, picture: &Picture) -> 
                         PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(3))
                     });
             }
+            if !picture.is_of_latencies {
+                for ((_, points), colour) in picture.lines.iter().zip(COLOURS.iter().cycle()) {
+                    let dots = points
+                        .iter()
+                        .map(|&point| Circle::new(point, 4, colour.filled()));
+                    chart.draw_series(dots)?;
+                }
+            }
             chart
                 .configure_series_labels()
                 .label_font((FONT, 14))
@@ -211,14 +224,14 @@ fn paint<B: DrawingBackend>(area: &DrawingArea<B, Shift>, picture: &Picture) -> 
                 .draw()?;
         }};
     }
-    match picture.is_logarithmic {
+    match picture.is_of_latencies {
         true => fill!(builder.build_cartesian_2d(
             (left.max(0.01)..right * 1.05).log_scale(),
             (low.max(1e-6)..1.0).log_scale(),
         )?),
         false => fill!(builder.build_cartesian_2d(
             (left - 0.02).min(0.2)..(right + 0.02).max(1.02),
-            0.0..high * 1.05
+            (low.min(0.9)..high * 1.2).log_scale(),
         )?),
     }
     area.present()

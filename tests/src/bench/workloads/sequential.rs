@@ -18,7 +18,7 @@ fn fold(checksum: u64, word: u64) -> u64 {
 
 /// Whole pages of what was asked for.
 fn bytes_of(parameters: &Parameters) -> usize {
-    (parameters.bytes / PAGE_BYTES).max(1) * PAGE_BYTES
+    parameters.words() * 8 / PAGE_BYTES * PAGE_BYTES
 }
 
 /// Writes every word once. All of it was written before, with other words.
@@ -121,13 +121,13 @@ mod tests {
     #[test]
     fn what_is_written_is_what_another_run_writes() {
         let parameters = Parameters {
-            bytes: 3 * PAGE_BYTES + 5,
+            bytes: 99 * PAGE_BYTES + 5,
             seed: 9,
             compute: 0,
         };
         let mut write = SequentialWrite::new(&parameters);
-        assert_eq!(write.footprint(), 3 * PAGE_BYTES);
-        let mut memory = vec![1; 3 * PAGE_BYTES / 8];
+        assert_eq!(write.footprint(), 99 * PAGE_BYTES);
+        let mut memory = vec![1; 99 * PAGE_BYTES / 8];
         write.prepare(&mut memory);
         let first = write.run(&mut memory);
         write.prepare(&mut memory);
