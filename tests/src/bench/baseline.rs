@@ -9,9 +9,8 @@
 //! | `swap-file` | the same, swapped to a file on this host |
 
 use std::process::Command;
-use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
 
 use super::layout;
@@ -25,18 +24,43 @@ use crate::small_vmm::client::SmallVmm;
 
 /// What a process that runs a workload under a cgroup's limit may use beside its data: its stacks, its
 /// heap, and the kernel's page tables.
-const PROCESS_BYTES: u64 = 4 << 20;
+const PROCESS_BYTES: u64 = 6 << 20;
 
 /// Memory that all workloads can be run on.
 pub const ALL_LOCAL: [&str; 2] = ["huge", "memfd"];
 /// Memory of which a part is elsewhere.
 pub const PARTLY_LOCAL: [&str; 3] = ["plain", "zram", "swap-file"];
+/// Memory of which the kernel swaps a part out.
+pub const SWAPPED: [&str; 2] = ["zram", "swap-file"];
+
+/// Attempts at a run under a cgroup's limit: the kernel may find nothing to swap out in time, and kill
+/// what it should shrink.
+const ATTEMPTS: usize = 3;
+
+/// Fails where this machine has no such memory, with the reason.
+pub fn try_out(session: &Session, memory: &str) -> Result<()> {
+    if SWAPPED.contains(&memory) {
+        swap(session, memory, TRIED_BYTES)?.demand_alone()?;
+        drop(HardLimit::with_swap(TRIED_BYTES)?);
+    }
+    Ok(())
+}
+
+/// Swap that is made to see whether it can be.
+const TRIED_BYTES: u64 = 16 << 20;
+
+fn swap(session: &Session, memory: &str, bytes: u64) -> Result<Swap> {
+    match memory {
+        "zram" => Swap::zram(session.folder(), bytes).context("making swap on zram"),
+        _ => Swap::file(session.folder(), bytes).context("making a swap file"),
+    }
+}
 
 /// Runs a workload of so many bytes once.
 pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64) -> Result<Run> {
     let limit = (bytes as f64 * local) as u64;
     match memory {
-        "huge" | "memfd" => drive(session, start(session, memory, task, &[])?, &[]),
+        "huge" | "memfd" => drive(session, start(session, memory, task, &[])?, None),
         "plain" => {
             let pages = bytes as usize / PAGE_BYTES;
             let store = Store::start(&session.program, pages)?;
@@ -47,15 +71,13 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
                 ("--store", &store.address),
                 ("--pager-cpus", &list(&session.layout.pager)),
             ];
-            drive(session, start(session, "paged", task, &paging)?, &[])
+            drive(session, start(session, "paged", task, &paging)?, None)
         }
-        "zram" => {
-            let swap = Swap::zram(bytes * 2).context("making swap on zram")?;
-            swapped(session, &swap, task, limit)
-        }
-        "swap-file" => {
-            let swap = Swap::file(session.folder(), bytes * 2).context("making a swap file")?;
-            swapped(session, &swap, task, limit)
+        "zram" | "swap-file" => {
+            let swap = swap(session, memory, bytes * 2)?;
+            (1..ATTEMPTS)
+                .find_map(|_| swapped(session, &swap, task, limit).ok())
+                .map_or_else(|| swapped(session, &swap, task, limit), Ok)
         }
         other => bail!("there is no memory '{other}'"),
     }
@@ -66,9 +88,8 @@ fn swapped(session: &Session, swap: &Swap, task: &Task, limit: u64) -> Result<Ru
     let group = HardLimit::with_swap(limit + PROCESS_BYTES)?;
     let runner = start(session, "base", task, &[])?;
     group.add(runner.pid() as u32)?;
-    let run = drive(session, runner, &[&group])?;
-    // Fewer faults than pages beyond the limit: the kernel counted something else.
-    anyhow::ensure!(
+    let run = drive(session, runner, Some(&group))?;
+    ensure!(
         run.major_faults > 0,
         "nothing was swapped in: the cgroup's limit has no effect here"
     );
@@ -91,20 +112,16 @@ fn start(session: &Session, memory: &str, task: &Task, more: &[(&str, &str)]) ->
     SmallVmm::spawn(command)
 }
 
-/// Prepares and runs; `groups` are kept until the runner has ended.
-fn drive(session: &Session, mut runner: SmallVmm, groups: &[&HardLimit]) -> Result<Run> {
-    let patience: Duration = session.settings.patience;
-    let mut result = Err(anyhow::anyhow!("nothing was asked for"));
-    for phase in ["prepare", "run"] {
+/// Prepares and runs, in a group that is kept until the runner has ended.
+fn drive(session: &Session, mut runner: SmallVmm, group: Option<&HardLimit>) -> Result<Run> {
+    let mut work = |phase: &str| {
         let asked = runner.send(json!({"do": phase}))?;
-        result = runner.wait(asked, patience);
-        if result.is_err() {
-            break;
-        }
-    }
-    for group in groups {
+        runner.wait(asked, session.settings.patience)
+    };
+    let result = work("prepare").and_then(|_| work("run"));
+    if let (Err(_), Some(group)) = (&result, group) {
         let killed = group.kills().unwrap_or(0);
-        anyhow::ensure!(
+        ensure!(
             killed == 0,
             "the kernel killed the workload for its cgroup's limit"
         );

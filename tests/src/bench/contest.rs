@@ -8,9 +8,9 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
-use super::baseline::{self, ALL_LOCAL, PARTLY_LOCAL};
+use super::baseline::{self, ALL_LOCAL, PARTLY_LOCAL, SWAPPED};
 use super::phase::{Run, Subject, Task};
-use super::results::Series;
+use super::results::{Missing, Series};
 use super::session::Session;
 use super::workloads::catalogue;
 use crate::small_lab::LEAST;
@@ -36,6 +36,20 @@ impl<'a> Contest<'a> {
         for name in only {
             super::phase::entry(name)?;
         }
+        for memory in &session.settings.baselines {
+            let known = PARTLY_LOCAL.contains(&memory.as_str());
+            ensure!(
+                known,
+                "a baseline is one of {PARTLY_LOCAL:?}, not '{memory}'"
+            );
+        }
+        for memory in session.settings.baselines.clone() {
+            if let Err(error) = baseline::try_out(session, &memory) {
+                session.say(&format!("without {memory}: {error:#}"));
+                session.results.note_missing(&memory, &error);
+            }
+        }
+        let only = &session.settings.only;
         let is_wanted = |name: &str| only.is_empty() || only.iter().any(|wanted| wanted == name);
         let names = catalogue().iter().map(|entry| entry.name);
         Ok(Self {
@@ -78,15 +92,15 @@ impl<'a> Contest<'a> {
             let run = run.with_context(|| format!("Outram at a local ratio of {local}"))?;
             self.note(OUTRAM, name, mib << 20, local, run)?;
             if local < 1.0 {
-                for memory in PARTLY_LOCAL {
-                    self.run_baseline(memory, &task, mib << 20, local, name)?;
+                for memory in self.session.settings.baselines.clone() {
+                    self.run_baseline(&memory, &task, mib << 20, local, name)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// What a baseline cannot do on this machine is noted as missing; but what it does must be right.
+    /// What this machine's swap cannot do is noted as missing; but what it does must be right.
     fn run_baseline(
         &mut self,
         memory: &str,
@@ -95,21 +109,16 @@ impl<'a> Contest<'a> {
         local: f64,
         name: &'static str,
     ) -> Result<()> {
-        if self
-            .session
-            .results
-            .missing
-            .iter()
-            .any(|known| known.what == memory)
-        {
+        let what = format!("{memory} at {local}: {name}");
+        let is_missing = |known: &Missing| known.what == memory || known.what == what;
+        if self.session.results.missing.iter().any(is_missing) {
             return Ok(());
         }
         match baseline::run(self.session, memory, task, bytes, local) {
             Ok(run) => self.note(memory, name, bytes, local, run),
-            Err(error) if PARTLY_LOCAL.contains(&memory) => {
-                self.session
-                    .say(&format!("'{memory}' cannot be had here: {error:#}"));
-                self.session.results.note_missing(memory, &error);
+            Err(error) if SWAPPED.contains(&memory) => {
+                self.session.say(&format!("without {what}: {error:#}"));
+                self.session.results.note_missing(&what, &error);
                 Ok(())
             }
             Err(error) => Err(error.context(format!("memory '{memory}'"))),

@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 use super::session::Session;
 use super::statistics::Latencies;
 use super::usage::process_cpu;
-use crate::hermetic::command::wait_for;
 use crate::small_lab::{Guest, LEAST, PAGE};
 
 /// Pages that a vCPU holds on to while its guest shrinks.
@@ -19,6 +18,8 @@ const HELD_PAGES: u64 = 256;
 const REST_MIB: u64 = 64;
 /// How long pages are held at a time.
 const HOLD_SECONDS: f64 = 0.2;
+/// Between two looks at whether a limit is reached.
+const GLANCE: Duration = Duration::from_millis(5);
 /// Longest wait for anything but a workload.
 const PATIENCE: Duration = Duration::from_secs(300);
 const GIB: f64 = (1_u64 << 30) as f64;
@@ -167,13 +168,20 @@ pub fn measure_tuning(session: &mut Session) -> Result<()> {
     let mut reached = None;
     while reached.is_none() {
         let asked = guest.send(0, "hold", held.clone())?;
-        let kept = wait_for("the vCPU to let go", PATIENCE, || {
+        let kept = loop {
             let status = guest.status()?;
             if reached.is_none() && status.resident_bytes + status.staged_bytes <= limit {
                 reached = Some(began.elapsed());
             }
-            Ok(guest.vmm.poll(asked)?)
-        })?;
+            if let Some(kept) = guest.vmm.poll(asked)? {
+                break kept;
+            }
+            ensure!(
+                began.elapsed() < PATIENCE,
+                "the vCPU does not let go of its pages"
+            );
+            std::thread::sleep(GLANCE);
+        };
         meanwhile.add(&Latencies::from_json(&kept["latencies"])?);
         faults += kept["faults"].as_u64().unwrap_or(0);
         ensure!(began.elapsed() < PATIENCE, "the limit was not reached");

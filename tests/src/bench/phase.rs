@@ -37,9 +37,9 @@ pub struct Run {
     pub checksum: u64,
     /// Of all of its memory after the run.
     pub digest: u64,
-    /// Faults of its thread that had to wait.
+    /// Faults of its thread that the kernel read a page for.
     pub major_faults: u64,
-    /// Its other faults.
+    /// Its other faults: userfaultfd's are among these.
     pub minor_faults: u64,
 }
 

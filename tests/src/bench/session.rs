@@ -44,7 +44,9 @@ pub struct Settings {
     pub patience: Duration,
     /// How threads are spread.
     pub layout: Kind,
-    /// Where swap files go.
+    /// The [baselines](super::baseline) that are paged.
+    pub baselines: Vec<String>,
+    /// Where swap files go, and notes of other swap.
     pub folder: PathBuf,
 }
 

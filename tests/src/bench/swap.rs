@@ -12,26 +12,30 @@ use crate::hermetic::command::run;
 
 const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 
+/// Starts of the names of files in the folder: swap files, and notes of RAM disks.
+const FILE: &str = "swap-";
+const NOTE: &str = "zram-";
+
 /// Where pages are swapped to.
 #[derive(Debug)]
 pub struct Swap {
     device: PathBuf,
-    zram: Option<String>,
+    /// The number of a RAM disk, and a note of it for who has to clean up.
+    zram: Option<(String, PathBuf)>,
 }
 
 impl Swap {
-    /// A compressed RAM disk. The error says why there can be none.
-    pub fn zram(bytes: u64) -> Result<Self> {
+    /// A compressed RAM disk, noted in a folder. The error says why there can be none.
+    pub fn zram(folder: &Path, bytes: u64) -> Result<Self> {
         let add = Path::new(ZRAM_CONTROL).join("hot_add");
         let text = fs::read_to_string(&add)
             .with_context(|| format!("this kernel makes no zram devices ({})", add.display()))?;
-        let number = text.trim().to_owned();
-        let name = format!("zram{number}");
         // From here on, it goes with this.
-        let swap = Self {
-            device: Path::new("/dev").join(&name),
-            zram: Some(number),
-        };
+        let swap = Self::on_zram(folder, text.trim());
+        if let Some((_, note)) = &swap.zram {
+            fs::write(note, "").with_context(|| note.display().to_string())?;
+        }
+        let name = format!("zram{}", text.trim());
         let size = format!("/sys/block/{name}/disksize");
         fs::write(&size, bytes.to_string()).with_context(|| size.clone())?;
         if !swap.device.exists() {
@@ -43,15 +47,47 @@ impl Swap {
         Ok(swap)
     }
 
+    fn on_zram(folder: &Path, number: &str) -> Self {
+        Self {
+            device: PathBuf::from(format!("/dev/zram{number}")),
+            zram: Some((number.to_owned(), folder.join(format!("{NOTE}{number}")))),
+        }
+    }
+
     /// A file in a folder. The error says why there can be none.
     pub fn file(folder: &Path, bytes: u64) -> Result<Self> {
-        let device = folder.join(format!("swap-{}", std::process::id()));
+        let device = folder.join(format!("{FILE}{}", std::process::id()));
         let file = File::create(&device).with_context(|| device.display().to_string())?;
         let swap = Self { device, zram: None };
         fs::set_permissions(&swap.device, Permissions::from_mode(0o600))?;
         fallocate(&file, FallocateFlags::empty(), 0, bytes).context("allocating a swap file")?;
         swap.turn_on()?;
         Ok(swap)
+    }
+
+    /// Takes away what killed runs have left of the swap that they made in this folder.
+    pub fn remove_stale(folder: &Path) -> Result<()> {
+        let Ok(entries) = fs::read_dir(folder) else {
+            return Ok(());
+        };
+        for entry in entries {
+            let path = entry?.path();
+            let name = path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            // Dropped at once, which turns it off and removes it.
+            if let Some(number) = name.strip_prefix(NOTE) {
+                drop(Self::on_zram(folder, number));
+            } else if name.starts_with(FILE) {
+                drop(Self {
+                    device: path,
+                    zram: None,
+                });
+            }
+        }
+        Ok(())
     }
 
     fn path(&self) -> String {
@@ -98,10 +134,14 @@ impl Swap {
             run("swapoff", &[&self.path()])?;
         }
         match &self.zram {
-            Some(number) => {
-                fs::write(format!("/sys/block/zram{number}/reset"), "1")?;
-                let remove = Path::new(ZRAM_CONTROL).join("hot_remove");
-                fs::write(&remove, number).with_context(|| remove.display().to_string())
+            Some((number, note)) => {
+                let reset = PathBuf::from(format!("/sys/block/zram{number}/reset"));
+                if reset.exists() {
+                    fs::write(&reset, "1").with_context(|| reset.display().to_string())?;
+                    let remove = Path::new(ZRAM_CONTROL).join("hot_remove");
+                    fs::write(&remove, number).with_context(|| remove.display().to_string())?;
+                }
+                fs::remove_file(note).with_context(|| note.display().to_string())
             }
             None => fs::remove_file(&self.device).with_context(|| self.path()),
         }

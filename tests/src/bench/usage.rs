@@ -10,9 +10,9 @@ use anyhow::{Context, Result};
 pub struct ThreadUsage {
     /// Time on a processor.
     pub cpu: Duration,
-    /// Faults that had to wait, as all do that another process answers.
+    /// Faults that the kernel read a page for.
     pub major_faults: u64,
-    /// Other faults.
+    /// Other faults: userfaultfd's are among these.
     pub minor_faults: u64,
 }
 

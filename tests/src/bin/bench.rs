@@ -1,7 +1,7 @@
 //! `make bench`: what paging costs, beside what the machine makes it cost at least, and what else there
 //! is. See `outram_tests::bench`.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,9 +12,12 @@ use outram_tests::bench::layout::Kind;
 use outram_tests::bench::results::Results;
 use outram_tests::bench::runner::{self, Memory, Order};
 use outram_tests::bench::session::{Session, Settings};
+use outram_tests::bench::swap::Swap;
 use outram_tests::bench::workloads::catalogue;
 use outram_tests::bench::{compare, page_store, plot, report};
 use outram_tests::hermetic::sandbox::{self, Side};
+use outram_tests::small_lab::LEAST;
+use rustix::fs::{FlockOperation, flock};
 
 /// What paging costs, beside what the machine makes it cost at least, and what else there is
 #[derive(Parser)]
@@ -59,7 +62,7 @@ struct RunArguments {
     /// Small guests and two local ratios: some minutes
     #[arg(long)]
     quick: bool,
-    /// Rounds, each of which measures everything once [default: 5, quick 3]
+    /// Rounds, each of which measures everything once [default: 3, quick 3]
     #[arg(long)]
     rounds: Option<usize>,
     /// MiB of RAM of the guest whose faults are measured [default: 512, quick 64]
@@ -71,15 +74,19 @@ struct RunArguments {
     /// MiB that a guest is tuned down by [default: 1024, quick 256]
     #[arg(long)]
     tune_mib: Option<u64>,
-    /// MiB of each workload's data; 0 runs none [default: 256, quick 48]
+    /// MiB of each workload's data; 0 runs none [default: 128, quick 40]
     #[arg(long)]
     workload_mib: Option<u64>,
     /// Local ratios [default: 1,0.75,0.5,0.25, quick 1,0.5]
     #[arg(long, value_delimiter = ',')]
     local_ratios: Option<Vec<f64>>,
-    /// Run these workloads alone
+    /// Run these workloads alone [default: all, quick some]
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     only: Vec<String>,
+    /// Paged memory to compare with: plain (a pager that does one page after the other), zram and
+    /// swap-file (the kernel's swap). Swap is the whole machine's while it is measured
+    #[arg(long, value_delimiter = ',', default_value = "plain,zram,swap-file")]
+    baselines: Vec<String>,
     /// Extra work for each operation, in rounds of some 2 ns
     #[arg(long, default_value_t = 0)]
     compute: u32,
@@ -165,20 +172,43 @@ fn in_sandbox(arguments: &RunArguments) -> ExitCode {
         return ExitCode::FAILURE;
     }
     match sandbox::enter() {
-        Ok(Side::Outside(code)) => ExitCode::from(code),
+        Ok(Side::Outside(code)) => {
+            // Swap is no namespace's: it does not go with the sandbox where that was killed.
+            let removed = Swap::remove_stale(&target());
+            removed.map_or_else(|error| tell(Err(error)), |()| ExitCode::from(code))
+        }
         Ok(Side::Inside) => tell(run(arguments)),
         Err(error) => tell(Err(error.context("entering the sandbox"))),
     }
 }
 
+/// Workloads of the quick run: those that other systems publish figures of.
+const QUICK: [&str; 7] = [
+    "sequential-write",
+    "sequential-read",
+    "random-read",
+    "kv-4k",
+    "quicksort",
+    "kmeans",
+    "pagerank",
+];
+
+/// Where results go unless said otherwise, and swap always.
+fn target() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bench")
+}
+
 fn run(arguments: &RunArguments) -> Result<()> {
-    let folder = match &arguments.out {
-        Some(folder) => folder.clone(),
-        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bench"),
-    };
-    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    let folder = arguments.out.clone().unwrap_or_else(target);
+    for folder in [&folder, &target()] {
+        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    }
     let folder = folder.canonicalize()?;
-    let session = Session::new(settings(arguments, &folder)?)?;
+    let lock = File::create(target().join("lock")).context("a file to lock")?;
+    flock(&lock, FlockOperation::NonBlockingLockExclusive)
+        .context("another run is under way: both would measure each other")?;
+    Swap::remove_stale(&target())?;
+    let session = Session::new(settings(arguments)?)?;
     let results = session.run()?;
     results.save(&folder.join("results.json"))?;
     print!("{}", report::text(&results));
@@ -191,7 +221,7 @@ fn run(arguments: &RunArguments) -> Result<()> {
     Ok(())
 }
 
-fn settings(arguments: &RunArguments, folder: &Path) -> Result<Settings> {
+fn settings(arguments: &RunArguments) -> Result<Settings> {
     let quick = arguments.quick;
     let or = |value: Option<u64>, full: u64, small: u64| {
         value.unwrap_or(if quick { small } else { full })
@@ -208,22 +238,33 @@ fn settings(arguments: &RunArguments, folder: &Path) -> Result<Settings> {
             .all(|&ratio| ratio > 0.0 && ratio <= 1.0),
         "local ratios are above 0 and at most 1"
     );
-    let rounds = or(arguments.rounds.map(|rounds| rounds as u64), 5, 3);
+    let rounds = or(arguments.rounds.map(|rounds| rounds as u64), 3, 3);
     let faults = or(arguments.faults.map(|faults| faults as u64), 20_000, 4000);
     ensure!(rounds > 0 && faults > 0, "at least one round of one fault");
+    let only = match arguments.only.is_empty() && quick {
+        true => QUICK.map(str::to_owned).to_vec(),
+        false => arguments.only.clone(),
+    };
+    let fault_mib = or(arguments.fault_mib, 512, 64);
+    let most = fault_mib.saturating_sub(LEAST >> 20) << 20 >> 12;
+    ensure!(
+        faults <= most,
+        "a guest of {fault_mib} MiB has no more than {most} pages elsewhere: fewer faults, or more MiB"
+    );
     Ok(Settings {
         quick,
         rounds: rounds as usize,
-        fault_mib: or(arguments.fault_mib, 512, 64),
+        fault_mib,
         faults: faults as usize,
         tune_mib: or(arguments.tune_mib, 1024, 256),
-        workload_mib: or(arguments.workload_mib, 256, 48),
+        workload_mib: or(arguments.workload_mib, 128, 40),
         local_ratios,
-        only: arguments.only.clone(),
+        only,
         compute: arguments.compute,
         seed: arguments.seed,
         patience: Duration::from_secs(arguments.patience),
         layout: arguments.layout,
-        folder: folder.to_owned(),
+        baselines: arguments.baselines.clone(),
+        folder: target().canonicalize()?,
     })
 }

@@ -37,7 +37,7 @@ pub(super) fn absent(stretch: &Stretch, count: u64, seed: u64) -> Result<Value> 
     Ok(json!({
         "absent": pages.len(),
         "latencies": latencies.pairs(),
-        "faults": used.major_faults,
+        "faults": used.major_faults + used.minor_faults,
         "cpu_seconds": used.cpu.as_secs_f64(),
         "seconds": seconds,
     }))
@@ -74,7 +74,7 @@ pub(super) fn hold(stretch: &Stretch, seconds: f64) -> Result<Value> {
         }
     }
     let used = ThreadUsage::now()?.since(&before);
-    Ok(json!({"latencies": latencies.pairs(), "faults": used.major_faults}))
+    Ok(json!({"latencies": latencies.pairs(), "faults": used.major_faults + used.minor_faults}))
 }
 
 /// Prepares or runs a workload; `subject` is the one that this vCPU has prepared.
