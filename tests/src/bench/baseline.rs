@@ -11,7 +11,7 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::layout;
 use super::page_store::Store;
@@ -33,6 +33,10 @@ pub const PARTLY_LOCAL: [&str; 3] = ["plain", "zram", "swap-file"];
 /// Memory of which the kernel swaps a part out.
 pub const SWAPPED: [&str; 2] = ["zram", "swap-file"];
 
+/// Runs in a row where all memory is local: they are so short that another process may take all of the
+/// time of one.
+pub const LOCAL_TIMES: usize = 5;
+
 /// Attempts at a run under a cgroup's limit: the kernel may find nothing to swap out in time, and kill
 /// what it should shrink.
 const ATTEMPTS: usize = 3;
@@ -50,9 +54,10 @@ pub fn try_out(session: &Session, memory: &str) -> Result<()> {
 const TRIED_BYTES: u64 = 16 << 20;
 
 fn swap(session: &Session, memory: &str, bytes: u64) -> Result<Swap> {
+    let reserved = session.reserved_swap()?;
     match memory {
-        "zram" => Swap::zram(session.folder(), bytes).context("making swap on zram"),
-        _ => Swap::file(session.folder(), bytes).context("making a swap file"),
+        "zram" => Swap::zram(reserved, bytes).context("making swap on zram"),
+        _ => Swap::file(reserved, bytes).context("making a swap file"),
     }
 }
 
@@ -60,7 +65,12 @@ fn swap(session: &Session, memory: &str, bytes: u64) -> Result<Swap> {
 pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64) -> Result<Run> {
     let limit = (bytes as f64 * local) as u64;
     match memory {
-        "huge" | "memfd" => drive(session, start(session, memory, task, &[])?, None),
+        "huge" | "memfd" => drive(
+            session,
+            start(session, memory, task, &[])?,
+            LOCAL_TIMES,
+            None,
+        ),
         "plain" => {
             let pages = bytes as usize / PAGE_BYTES;
             let store = Store::start(&session.program, pages)?;
@@ -71,7 +81,7 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
                 ("--store", &store.address),
                 ("--pager-cpus", &list(&session.layout.pager)),
             ];
-            drive(session, start(session, "paged", task, &paging)?, None)
+            drive(session, start(session, "paged", task, &paging)?, 1, None)
         }
         "zram" | "swap-file" => {
             let swap = swap(session, memory, bytes * 2)?;
@@ -88,7 +98,7 @@ fn swapped(session: &Session, swap: &Swap, task: &Task, limit: u64) -> Result<Ru
     let group = HardLimit::with_swap(limit + PROCESS_BYTES)?;
     let runner = start(session, "base", task, &[])?;
     group.add(runner.pid() as u32)?;
-    let run = drive(session, runner, Some(&group))?;
+    let run = drive(session, runner, 1, Some(&group))?;
     ensure!(
         run.major_faults > 0,
         "nothing was swapped in: the cgroup's limit has no effect here"
@@ -112,13 +122,19 @@ fn start(session: &Session, memory: &str, task: &Task, more: &[(&str, &str)]) ->
     SmallVmm::spawn(command)
 }
 
-/// Prepares and runs, in a group that is kept until the runner has ended.
-fn drive(session: &Session, mut runner: SmallVmm, group: Option<&HardLimit>) -> Result<Run> {
+/// Prepares and runs so many times; the run of median length. The group is kept until the runner has
+/// ended.
+fn drive(
+    session: &Session,
+    mut runner: SmallVmm,
+    times: usize,
+    group: Option<&HardLimit>,
+) -> Result<Run> {
     let mut work = |phase: &str| {
         let asked = runner.send(json!({"do": phase}))?;
         runner.wait(asked, session.settings.patience)
     };
-    let result = work("prepare").and_then(|_| work("run"));
+    let result = median(times, || work("prepare").and_then(|_| work("run")));
     if let (Err(_), Some(group)) = (&result, group) {
         let killed = group.kills().unwrap_or(0);
         ensure!(
@@ -126,7 +142,51 @@ fn drive(session: &Session, mut runner: SmallVmm, group: Option<&HardLimit>) -> 
             "the kernel killed the workload for its cgroup's limit"
         );
     }
-    let run = serde_json::from_value(result?)?;
+    let run = result?;
     runner.exit()?;
     Ok(run)
+}
+
+/// Of several runs in a row, that of median length; all of them must come to the same.
+pub fn median(times: usize, mut run: impl FnMut() -> Result<Value>) -> Result<Run> {
+    let mut runs: Vec<Run> = Vec::with_capacity(times);
+    for _ in 0..times {
+        let run: Run = serde_json::from_value(run()?)?;
+        if let Some(first) = runs.first() {
+            first.demand_same(&run)?;
+        }
+        runs.push(run);
+    }
+    runs.sort_by(|one, other| one.seconds.total_cmp(&other.seconds));
+    ensure!(!runs.is_empty(), "nothing was run");
+    Ok(runs.swap_remove(runs.len() / 2))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_run_of_median_length_is_taken() {
+        let mut lengths = [3.0, 9.0, 1.0].into_iter();
+        let mut next = || {
+            let run = Run {
+                seconds: lengths.next().expect("three runs"),
+                ..Run::default()
+            };
+            Ok(serde_json::to_value(run)?)
+        };
+        assert_eq!(median(3, &mut next).expect("runs").seconds, 3.0);
+        let mut checksum = 0;
+        let changing = || {
+            checksum += 1;
+            let run = Run {
+                checksum,
+                ..Run::default()
+            };
+            Ok(serde_json::to_value(run)?)
+        };
+        assert!(median(2, changing).is_err());
+        assert!(median(0, || Ok(Value::Null)).is_err());
+    }
 }

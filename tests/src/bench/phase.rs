@@ -43,6 +43,21 @@ pub struct Run {
     pub minor_faults: u64,
 }
 
+impl Run {
+    /// Fails where another run came to something else than this, whose memory was all local.
+    pub fn demand_same(&self, other: &Self) -> Result<()> {
+        let of = |run: &Self| (run.operations, run.checksum, run.digest);
+        ensure!(
+            of(self) == of(other),
+            "WRONG RESULT: operations, checksum and memory afterwards are {:x?}, but {:x?} where all \
+             memory is local",
+            of(other),
+            of(self)
+        );
+        Ok(())
+    }
+}
+
 /// A workload that is made, and perhaps prepared.
 pub struct Subject {
     task: Task,
@@ -171,5 +186,39 @@ mod tests {
         other[500] = memory[501];
         other[501] = memory[500];
         assert_ne!(digest(&memory), digest(&other));
+    }
+
+    #[test]
+    fn another_result_ends_the_benchmark() {
+        let truth = Run {
+            operations: 5,
+            checksum: 6,
+            digest: 7,
+            seconds: 1.0,
+            ..Run::default()
+        };
+        let slower = Run {
+            seconds: 9.0,
+            major_faults: 3,
+            ..truth.clone()
+        };
+        truth.demand_same(&slower).expect("slower is not wrong");
+        for wrong in [
+            Run {
+                operations: 4,
+                ..truth.clone()
+            },
+            Run {
+                checksum: 4,
+                ..truth.clone()
+            },
+            Run {
+                digest: 4,
+                ..truth.clone()
+            },
+        ] {
+            let error = truth.demand_same(&wrong).expect_err("it is wrong");
+            assert!(error.to_string().contains("WRONG RESULT"), "{error}");
+        }
     }
 }

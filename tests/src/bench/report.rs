@@ -108,7 +108,7 @@ fn write(out: &mut String, results: &Results) -> std::fmt::Result {
         writeln!(out, "\nNot available here")?;
     }
     for missing in &results.missing {
-        writeln!(out, "  {:<12}{}", missing.what, missing.reason)?;
+        writeln!(out, "  {}: {}", missing.what, missing.reason)?;
     }
     Ok(())
 }

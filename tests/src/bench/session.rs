@@ -1,6 +1,8 @@
 //! A run of the benchmark, from its settings to its results.
 
-use std::path::{Path, PathBuf};
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -14,6 +16,7 @@ use super::page_store::Store;
 use super::ratios;
 use super::results::{FORMAT, Results};
 use super::statistics::{Distribution, Latencies};
+use super::swap::Reserved;
 use crate::hermetic::server::MemServer;
 use crate::small_lab::{Guest, Lab, Wish};
 
@@ -67,7 +70,8 @@ pub struct Session {
     pub lab: Lab,
     /// What was measured so far.
     pub results: Results,
-    latencies: std::collections::BTreeMap<String, Latencies>,
+    latencies: BTreeMap<String, Latencies>,
+    swap: OnceCell<Reserved>,
 }
 
 impl Session {
@@ -97,7 +101,8 @@ impl Session {
             server,
             lab,
             results,
-            latencies: std::collections::BTreeMap::new(),
+            latencies: BTreeMap::new(),
+            swap: OnceCell::new(),
         })
     }
 
@@ -178,8 +183,12 @@ impl Session {
         Ok(guest)
     }
 
-    /// The folder of swap files.
-    pub fn folder(&self) -> &Path {
-        &self.settings.folder
+    /// The right to make swap, taken when it is first asked for and kept until the end.
+    pub fn reserved_swap(&self) -> Result<&Reserved> {
+        if let Some(reserved) = self.swap.get() {
+            return Ok(reserved);
+        }
+        let reserved = Reserved::new(&self.settings.folder)?;
+        Ok(self.swap.get_or_init(|| reserved))
     }
 }

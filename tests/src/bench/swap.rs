@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 
 use crate::hermetic::command::run;
 
@@ -15,6 +15,44 @@ const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 /// Starts of the names of files in the folder: swap files, and notes of RAM disks.
 const FILE: &str = "swap-";
 const NOTE: &str = "zram-";
+
+/// The right to make swap, of one run at a time.
+#[derive(Debug)]
+pub struct Reserved {
+    folder: PathBuf,
+    _lock: File,
+}
+
+impl Reserved {
+    /// Takes the right, and away what killed runs have left of the swap that they made in this folder.
+    pub fn new(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        let lock = File::create(folder.join("lock")).context("a file to lock")?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .context("another run is measuring swap")?;
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
+            let name = path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            // Dropped at once, which turns it off and removes it.
+            if let Some(number) = name.strip_prefix(NOTE) {
+                drop(Swap::on_zram(folder, number));
+            } else if name.starts_with(FILE) {
+                drop(Swap {
+                    device: path,
+                    zram: None,
+                });
+            }
+        }
+        Ok(Self {
+            folder: folder.to_owned(),
+            _lock: lock,
+        })
+    }
+}
 
 /// Where pages are swapped to.
 #[derive(Debug)]
@@ -25,13 +63,13 @@ pub struct Swap {
 }
 
 impl Swap {
-    /// A compressed RAM disk, noted in a folder. The error says why there can be none.
-    pub fn zram(folder: &Path, bytes: u64) -> Result<Self> {
+    /// A compressed RAM disk, noted in the folder. The error says why there can be none.
+    pub fn zram(reserved: &Reserved, bytes: u64) -> Result<Self> {
         let add = Path::new(ZRAM_CONTROL).join("hot_add");
         let text = fs::read_to_string(&add)
             .with_context(|| format!("this kernel makes no zram devices ({})", add.display()))?;
         // From here on, it goes with this.
-        let swap = Self::on_zram(folder, text.trim());
+        let swap = Self::on_zram(&reserved.folder, text.trim());
         if let Some((_, note)) = &swap.zram {
             fs::write(note, "").with_context(|| note.display().to_string())?;
         }
@@ -54,40 +92,17 @@ impl Swap {
         }
     }
 
-    /// A file in a folder. The error says why there can be none.
-    pub fn file(folder: &Path, bytes: u64) -> Result<Self> {
-        let device = folder.join(format!("{FILE}{}", std::process::id()));
+    /// A file in the folder. The error says why there can be none.
+    pub fn file(reserved: &Reserved, bytes: u64) -> Result<Self> {
+        let device = reserved
+            .folder
+            .join(format!("{FILE}{}", std::process::id()));
         let file = File::create(&device).with_context(|| device.display().to_string())?;
         let swap = Self { device, zram: None };
         fs::set_permissions(&swap.device, Permissions::from_mode(0o600))?;
         fallocate(&file, FallocateFlags::empty(), 0, bytes).context("allocating a swap file")?;
         swap.turn_on()?;
         Ok(swap)
-    }
-
-    /// Takes away what killed runs have left of the swap that they made in this folder.
-    pub fn remove_stale(folder: &Path) -> Result<()> {
-        let Ok(entries) = fs::read_dir(folder) else {
-            return Ok(());
-        };
-        for entry in entries {
-            let path = entry?.path();
-            let name = path
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
-            // Dropped at once, which turns it off and removes it.
-            if let Some(number) = name.strip_prefix(NOTE) {
-                drop(Self::on_zram(folder, number));
-            } else if name.starts_with(FILE) {
-                drop(Self {
-                    device: path,
-                    zram: None,
-                });
-            }
-        }
-        Ok(())
     }
 
     fn path(&self) -> String {

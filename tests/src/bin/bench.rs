@@ -1,7 +1,7 @@
 //! `make bench`: what paging costs, beside what the machine makes it cost at least, and what else there
 //! is. See `outram_tests::bench`.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,12 +12,10 @@ use outram_tests::bench::layout::Kind;
 use outram_tests::bench::results::Results;
 use outram_tests::bench::runner::{self, Memory, Order};
 use outram_tests::bench::session::{Session, Settings};
-use outram_tests::bench::swap::Swap;
 use outram_tests::bench::workloads::catalogue;
-use outram_tests::bench::{compare, page_store, plot, report};
+use outram_tests::bench::{compare, page_store, plot, report, swap};
 use outram_tests::hermetic::sandbox::{self, Side};
 use outram_tests::small_lab::LEAST;
-use rustix::fs::{FlockOperation, flock};
 
 /// What paging costs, beside what the machine makes it cost at least, and what else there is
 #[derive(Parser)]
@@ -174,8 +172,10 @@ fn in_sandbox(arguments: &RunArguments) -> ExitCode {
     match sandbox::enter() {
         Ok(Side::Outside(code)) => {
             // Swap is no namespace's: it does not go with the sandbox where that was killed.
-            let removed = Swap::remove_stale(&target());
-            removed.map_or_else(|error| tell(Err(error)), |()| ExitCode::from(code))
+            if let Err(error) = swap::Reserved::new(&target()).map(drop) {
+                eprintln!("bench: {error:#}");
+            }
+            ExitCode::from(code)
         }
         Ok(Side::Inside) => tell(run(arguments)),
         Err(error) => tell(Err(error.context("entering the sandbox"))),
@@ -204,10 +204,6 @@ fn run(arguments: &RunArguments) -> Result<()> {
         fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
     let folder = folder.canonicalize()?;
-    let lock = File::create(target().join("lock")).context("a file to lock")?;
-    flock(&lock, FlockOperation::NonBlockingLockExclusive)
-        .context("another run is under way: both would measure each other")?;
-    Swap::remove_stale(&target())?;
     let session = Session::new(settings(arguments)?)?;
     let results = session.run()?;
     results.save(&folder.join("results.json"))?;

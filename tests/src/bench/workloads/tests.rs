@@ -113,7 +113,9 @@ fn less_than_the_minimum_is_taken_as_the_minimum() {
 
 #[test]
 fn wrong_bytes_in_the_memory_are_another_checksum() {
-    for entry in catalogue() {
+    // It reads nothing that was there before; what it leaves is summed up by whoever runs it.
+    let reads = |entry: &&Entry| entry.name != "sequential-write";
+    for entry in catalogue().iter().filter(reads) {
         let mut workload = (entry.make)(&parameters(BYTES, 1));
         let mut memory = vec![0; workload.footprint() / 8];
         workload.prepare(&mut memory);
