@@ -13,7 +13,7 @@ use super::phase::{Run, Subject, Task};
 use super::results::{Missing, Series};
 use super::session::Session;
 use super::workloads::catalogue;
-use crate::small_lab::LEAST;
+use crate::small_lab::{Guest, LEAST};
 
 /// RAM is made of such steps, so that the kernel's huge pages would fit.
 const STEP_MIB: u64 = 2;
@@ -134,7 +134,7 @@ impl<'a> Contest<'a> {
         let session = &*self.session;
         let mut guest = session.guest(mib, 1, limit)?;
         let patience = session.settings.patience;
-        let mut work = |phase: &str| -> Result<serde_json::Value> {
+        let work = |guest: &mut Guest, phase: &str| -> Result<serde_json::Value> {
             let asked = guest.send(0, "workload", json!({"task": task, "phase": phase}))?;
             let answer = guest.vmm.wait(asked, patience);
             let answer = answer.map_err(|error| error.context(guest.log()))?;
@@ -143,7 +143,18 @@ impl<'a> Contest<'a> {
             Ok(answer)
         };
         let times = if local < 1.0 { 1 } else { LOCAL_TIMES };
-        let run = baseline::median(times, || work("prepare").and_then(|_| work("run")))?;
+        let mut counters = BTreeMap::new();
+        let mut run = baseline::median(times, || {
+            work(&mut guest, "prepare")?;
+            let before = counted(&guest)?;
+            let run = work(&mut guest, "run");
+            counters = counted(&guest)?;
+            for (name, count) in &mut counters {
+                *count -= before.get(name).unwrap_or(&0);
+            }
+            run
+        })?;
+        run.counters = counters;
         guest.end(&[&session.server])?;
         Ok(run)
     }
@@ -169,4 +180,10 @@ impl<'a> Contest<'a> {
         });
         Ok(())
     }
+}
+
+/// A backend's counters by name.
+fn counted(guest: &Guest) -> Result<BTreeMap<String, u64>> {
+    let counters = serde_json::to_value(guest.status()?.counters)?;
+    Ok(serde_json::from_value(counters)?)
 }

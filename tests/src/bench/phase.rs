@@ -1,5 +1,6 @@
 //! One workload on one memory: prepared, run, and its memory summed up.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -41,6 +42,9 @@ pub struct Run {
     pub major_faults: u64,
     /// Its other faults: userfaultfd's are among these.
     pub minor_faults: u64,
+    /// What the backend counted meanwhile, by its counters' names; nothing where there is none.
+    #[serde(default)]
+    pub counters: BTreeMap<String, u64>,
 }
 
 impl Run {
@@ -135,6 +139,7 @@ impl Subject {
             digest: digest(&memory[..self.footprint() / 8]),
             major_faults: used.major_faults,
             minor_faults: used.minor_faults,
+            counters: BTreeMap::new(),
         })
     }
 }

@@ -4,8 +4,10 @@ use std::fmt::Write;
 
 use outram_wire::units::format_size;
 
+use super::contest::OUTRAM;
 use super::results::Results;
 use super::statistics::Spread;
+use super::watched_memory::PAGE_BYTES;
 
 /// A number with three figures.
 pub fn short(value: f64) -> String {
@@ -104,11 +106,46 @@ fn write(out: &mut String, results: &Results) -> std::fmt::Result {
         }
         writeln!(out, "  {:<56}{}", ratio.name, spread(&ratio.value))?;
     }
+    write_faults(out, results)?;
     if !results.missing.is_empty() {
         writeln!(out, "\nNot available here")?;
     }
     for missing in &results.missing {
         writeln!(out, "  {}: {}", missing.what, missing.reason)?;
+    }
+    Ok(())
+}
+
+/// Of each workload's first run on Outram with less than all local: what its faults were.
+fn write_faults(out: &mut String, results: &Results) -> std::fmt::Result {
+    let names = [
+        "remote",
+        "staged",
+        "filled",
+        "zero",
+        "protected",
+        "duplicate",
+    ];
+    let ours = results.series.iter().filter(|series| {
+        series.memory == OUTRAM && series.local_ratio < 1.0 && !series.runs.is_empty()
+    });
+    let headings: String = names.iter().map(|name| format!("{name:>11}")).collect();
+    let mut is_first = true;
+    for series in ours {
+        if std::mem::take(&mut is_first) {
+            let title = "Faults of the first round's run";
+            writeln!(out, "\n{title:<34}{headings}  evicted (clean)  pages")?;
+        }
+        let counters = &series.runs[0].counters;
+        let of = |name: &str| counters.get(name).copied().unwrap_or(0);
+        let cells: String = names
+            .iter()
+            .map(|name| format!("{:>11}", of(&format!("faults_{name}"))))
+            .collect();
+        let title = format!("{} at {}", series.workload, series.local_ratio);
+        let (evicted, clean) = (of("evicted_pages"), of("evicted_clean_pages"));
+        let pages = series.bytes / PAGE_BYTES as u64;
+        writeln!(out, "  {title:<32}{cells}  {evicted} ({clean})  {pages}")?;
     }
     Ok(())
 }
