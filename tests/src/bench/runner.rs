@@ -1,5 +1,5 @@
 //! The process that runs a workload on memory that Outram has no part in. It is commanded as the small
-//! VMM is, by `prepare`, `run` and `exit`.
+//! VMM is, by `prepare`, `run`, `digest` and `exit`.
 
 use std::io::{BufRead, Write};
 use std::str::FromStr;
@@ -71,6 +71,9 @@ pub fn obey(order: &Order) -> Result<()> {
             Some("run") => subject
                 .run(memory)
                 .and_then(|run| Ok(serde_json::to_value(run)?)),
+            Some("digest") => subject
+                .digest(memory)
+                .map(|digest| json!({"digest": digest})),
             Some("exit") => break,
             other => bail!("unknown command {other:?}"),
         };

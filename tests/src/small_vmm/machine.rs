@@ -10,7 +10,7 @@
 //! | `touch` | `page` `pages` `write` | accesses one word of each page |
 //! | `probe` | `page` `pages` `count` `seed` | reads pages that are not in the memfd, one at a time, at random: `latencies` |
 //! | `hold` | `page` `pages` `seconds` | uses the pages over and over: `latencies` of each use |
-//! | `workload` | `task` `phase` | `prepare` or `run` of a [workload](crate::bench::workloads), from page 0 on |
+//! | `workload` | `task` `phase` | `prepare`, `run` or `digest` of a [workload](crate::bench::workloads), from page 0 on |
 //! | `discard` | `page` `pages` | gives pages back as a balloon does; they read as zeros then |
 //! | `race` | `page` `pages` `writers` `readers` `discarders` `droppers` `rounds` | all on the same pages: `stale` `vanished` |
 //! | `pipe` | `page` `pages` | each page out through a pipe and back, by the kernel |

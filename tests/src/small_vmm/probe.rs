@@ -94,7 +94,13 @@ pub(super) fn work(command: &Value, ram: &Ram, subject: &mut Option<Subject>) ->
             let run = ram.with_words(|memory| prepared.run(memory))??;
             Ok(serde_json::to_value(run)?)
         }
-        _ => bail!("'phase' is 'prepare' or 'run'"),
+        Some("digest") => {
+            let made = subject.as_ref().filter(|subject| subject.is(&task));
+            let made = made.context("this workload was not prepared here")?;
+            let digest = ram.with_words(|memory| made.digest(memory))??;
+            Ok(json!({"digest": digest}))
+        }
+        _ => bail!("'phase' is 'prepare', 'run' or 'digest'"),
     }
 }
 
