@@ -1,6 +1,8 @@
 # make demo         a guest with half of its RAM on a memory server, shown while it runs
 # make test         everything that is tested, ending in 'N passed, N failed, N skipped'
 # make soak         the simulation and the killing of backends for hours (tests/README.md)
+# make bench        what paging costs beside floors and baselines: a table, and plots in target/bench
+# make bench-quick  the same in small, some minutes (BENCH='--only quicksort' has arguments of either)
 # make man          manual pages and shell completions, to target/manual
 # make deb          Debian packages, to target/debian
 # make lab          a shell in an emulated machine with KVM whose root is this one's (tests/README.md)
@@ -13,7 +15,7 @@
 
 export PATH := $(PATH):/usr/sbin:/sbin
 
-.PHONY: all build demo test soak man deb lab fuzz check images clean-state
+.PHONY: all build demo test soak bench bench-quick man deb lab fuzz check images clean-state
 
 all: build
 
@@ -30,6 +32,12 @@ test:
 
 soak:
 	@tests/scripts/soak.sh
+
+# Release builds, for those are measured.
+bench bench-quick:
+	@tests/scripts/prepare.sh
+	cargo build --workspace --bins --release
+	@target/release/bench run $(if $(filter bench-quick,$@),--quick) $(BENCH)
 
 man:
 	cargo build --profile $(or $(PROFILE),dev) -p outram-libvirt -p outram-tests --bin outram --bin manual

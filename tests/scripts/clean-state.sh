@@ -38,3 +38,20 @@ for images in target/images target/images-newest; do
   if ! [ -d $images ] || ! flock -n $images/.lock true; then continue; fi
   rm -rf $images/root.* $images/fetch.* $images/*.new
 done
+
+# Swap of a benchmark that was killed; one that runs holds the lock.
+if [ -e target/bench/lock ] && flock -n target/bench/lock true; then
+  for left in target/bench/swap-* target/bench/zram-*; do
+    [ -e "$left" ] || continue
+    number=${left##*/zram-}
+    case $left in */zram-*) device=/dev/zram$number ;; *) device=$left ;; esac
+    ! grep -q "${device##*/}" /proc/swaps || swapoff "$device"
+    case $left in */zram-*)
+      if [ -e "/sys/block/zram$number/reset" ]; then
+        echo 1 >"/sys/block/zram$number/reset"
+        echo "$number" >/sys/class/zram-control/hot_remove
+      fi ;;
+    esac
+    rm -f "$left"
+  done
+fi

@@ -55,11 +55,16 @@ impl SmallVmm {
         if let Some(user) = plan.user {
             command.uid(user).gid(user);
         }
+        Self::spawn(command)
+    }
+
+    /// Starts any program that takes commands as the small VMM does.
+    pub fn spawn(mut command: Command) -> Result<Self> {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .with_context(|| format!("starting {}", plan.program.display()))?;
+            .with_context(|| format!("starting {}", command.get_program().display()))?;
         let stdin = child.stdin.take().context("no standard input")?;
         let stdout = child.stdout.take().context("no standard output")?;
         let (sender, answers) = mpsc::channel();
@@ -102,6 +107,16 @@ impl SmallVmm {
     /// Waits for a command's answer.
     pub fn wait(&mut self, id: u64, patience: Duration) -> Result<Value> {
         self.wait_for("id", &Value::from(id), patience)
+    }
+
+    /// A command's answer, if it has come.
+    pub fn poll(&mut self, id: u64) -> Result<Option<Value>> {
+        self.early.extend(self.answers.try_iter());
+        let key = Value::from(id);
+        match self.early.iter().any(|answer| answer["id"] == key) {
+            true => self.wait(id, Duration::ZERO).map(Some),
+            false => Ok(None),
+        }
     }
 
     /// Sends a command and waits for its answer.

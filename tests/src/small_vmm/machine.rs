@@ -8,6 +8,9 @@
 //! | `verify` | `page` `pages` | `checked` `mismatches` `first_bad` |
 //! | `work` | `page` `pages` `seconds` `write_share` `seed` | verifies and rewrites at random |
 //! | `touch` | `page` `pages` `write` | accesses one word of each page |
+//! | `probe` | `page` `pages` `count` `seed` | reads pages that are not in the memfd, one at a time, at random: `latencies` |
+//! | `hold` | `page` `pages` `seconds` | uses the pages over and over: `latencies` of each use |
+//! | `workload` | `task` `phase` | `prepare`, `run` or `digest` of a [workload](crate::bench::workloads), from page 0 on |
 //! | `discard` | `page` `pages` | gives pages back as a balloon does; they read as zeros then |
 //! | `race` | `page` `pages` `writers` `readers` `discarders` `droppers` `rounds` | all on the same pages: `stale` `vanished` |
 //! | `pipe` | `page` `pages` | each page out through a pipe and back, by the kernel |
@@ -43,6 +46,7 @@ use super::disk::{Descriptor, Request, Rings, SharedRings, hex, unhex};
 use super::disk_load::DiskLoad;
 use super::front_end::FrontEnd;
 use super::pattern::{Stretch, Versions};
+use super::probe;
 use super::race::{Players, Race};
 use super::ram::Ram;
 use super::signals;
@@ -155,8 +159,12 @@ fn start_vcpu(index: usize, board: Arc<Board>) -> Result<Vcpu> {
     let thread = std::thread::Builder::new()
         .name(format!("CPU {index}/SMALL"))
         .spawn(move || {
+            let mut subject = None;
             for command in commands {
-                let result = obey(&command, &board);
+                let result = match command["do"].as_str() {
+                    Some("workload") => probe::work(&command, &board.ram, &mut subject),
+                    _ => obey(&command, &board),
+                };
                 tell(&command, result);
             }
         })?;
@@ -305,6 +313,12 @@ fn use_stretch(action: &str, command: &Value, board: &Board) -> Result<Value> {
             command["seed"].as_u64().unwrap_or(1),
         ),
         "pipe" => stretch.pipe(),
+        "probe" => probe::absent(
+            &stretch,
+            number(command, "count")?,
+            command["seed"].as_u64().unwrap_or(1),
+        ),
+        "hold" => probe::hold(&stretch, command["seconds"].as_f64().unwrap_or(1.0)),
         "write-file" => stretch.write_file(),
         "present" => stretch.present(),
         "race" => {

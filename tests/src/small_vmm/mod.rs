@@ -24,6 +24,7 @@ mod disk;
 mod disk_load;
 mod front_end;
 mod pattern;
+mod probe;
 mod race;
 mod ram;
 mod signals;

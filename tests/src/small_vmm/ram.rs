@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 use anyhow::{Context, Result, ensure};
 use outram_wire::units::{PAGE_SIZE, PageSize};
@@ -56,6 +56,8 @@ impl Block {
 #[derive(Default)]
 pub(super) struct Ram {
     blocks: RwLock<Vec<Arc<Block>>>,
+    /// Held by who uses RAM as one slice.
+    alone: Mutex<()>,
 }
 
 impl Ram {
@@ -147,6 +149,23 @@ impl Ram {
         let slice = block.region.get_slice(offset as usize, bytes.len())?;
         slice.copy_to(&mut bytes);
         Ok(bytes)
+    }
+
+    /// Has a function use the first block as words. No other vCPU may use that block meanwhile; that
+    /// a pager takes pages out and puts them back as they were is nothing that it could see.
+    pub(super) fn with_words<T>(&self, use_them: impl FnOnce(&mut [u64]) -> T) -> Result<T> {
+        let (block, _) = self.find(0, PAGE)?;
+        let _alone = self
+            .alone
+            .try_lock()
+            .ok()
+            .context("another vCPU uses all of RAM")?;
+        let words = usize::try_from(block.size / 8)?;
+        // SAFETY: the block's mapping is page-aligned, readable, writable and of this length, and
+        // `block` keeps it; whoever else would use it as a slice is kept out by the lock, and other
+        // commands by whoever commands this machine; any bits are a u64.
+        let memory = unsafe { std::slice::from_raw_parts_mut(block.region.as_ptr().cast(), words) };
+        Ok(use_them(memory))
     }
 
     /// Stores 16 bits at once, after everything stored before.

@@ -53,7 +53,7 @@ fn main() -> ExitCode {
             huge::TESTS,
         ]
         .concat(),
-        furnish: Lab::new,
+        furnish: fixture::furnish,
         run: |lab, _, test| test(lab),
     };
     suite.main()

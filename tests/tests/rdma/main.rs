@@ -4,9 +4,6 @@
 
 #[path = "../../../memserver/tests/client/mod.rs"]
 mod client;
-#[path = "../pager/fixture.rs"]
-#[allow(dead_code, reason = "other tests use the rest of it")]
-mod fixture;
 mod paging;
 mod removal;
 mod soft_roce;
@@ -20,10 +17,10 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use fixture::Lab;
 use libtest_mimic::{Arguments, Trial};
 use outram_tests::hermetic::suite::{Skipped, need, outcome};
 use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest};
+use outram_tests::small_lab::Lab;
 
 /// A test: its name and what it does in the lab guest.
 type Test = (&'static str, fn(&Lab) -> Result<()>);
@@ -115,7 +112,7 @@ fn run_lab() -> Result<String> {
 
 /// Runs all tests, or those whose name contains a word of the command line.
 fn inside(tests: &[Test]) -> ExitCode {
-    let lab = match Lab::new() {
+    let lab = match Lab::new(Path::new(env!("CARGO_BIN_EXE_small-vmm"))) {
         Ok(lab) => lab,
         Err(error) => {
             println!("{error:#}");

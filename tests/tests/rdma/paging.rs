@@ -11,8 +11,8 @@ use outram_tests::hermetic::server::MemServer;
 use outram_wire::control::{Phase, Status};
 use serde_json::json;
 
-use crate::fixture::{Guest, Lab, Wish, demand_sound, halt};
 use crate::soft_roce::SoftRoce;
+use outram_tests::small_lab::{Guest, Lab, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("pages_go_past_the_servers_process", one_sided),

@@ -7,9 +7,9 @@ use anyhow::{Context, Result, ensure};
 use outram_wire::control::{Phase, Status};
 use serde_json::json;
 
-use crate::fixture::{Guest, Lab, Wish, demand_sound};
 use crate::paging::{FILLED, demand_transport, guest, transport, verify_all};
 use crate::soft_roce::SoftRoce;
+use outram_tests::small_lab::{Guest, Lab, Wish, demand_sound};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     (

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::command::{run, wait_for};
 
-use crate::fixture::LONG;
+use outram_tests::small_lab::LONG;
 
 /// The device; gone when dropped, once nobody uses it.
 pub(crate) struct SoftRoce {

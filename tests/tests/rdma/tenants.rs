@@ -16,9 +16,9 @@ use outram_wire::server::{Reply, Request, SlabId};
 use outram_wire::verbs::{Choice, Domain, Failure, Initiator, PostError, Remote};
 
 use crate::client::{Client, extent, vm};
-use crate::fixture::{LONG, Lab, SLAB};
 use crate::soft_roce::SoftRoce;
 use crate::verbs::{PAGE, completed, content, demand_failure, stretch};
+use outram_tests::small_lab::{LONG, Lab, SLAB};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_slab_given_back_is_out_of_its_clients_reach", given_back),

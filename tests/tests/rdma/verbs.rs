@@ -12,8 +12,8 @@ use outram_wire::verbs::{
     VerbsError,
 };
 
-use crate::fixture::{LONG, Lab};
 use crate::soft_roce::SoftRoce;
+use outram_tests::small_lab::{LONG, Lab};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("batches_arrive_in_order_and_whole", batches),

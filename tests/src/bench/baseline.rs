@@ -1,0 +1,197 @@
+//! What Outram is compared with: the same workloads on memory that others look after.
+//!
+//! | memory | what it is |
+//! |---|---|
+//! | `huge` | anonymous memory, all local, huge pages asked for: as fast as this machine can be |
+//! | `memfd` | a memfd, all local: a guest's memory without Outram |
+//! | `plain` | a memfd paged by a [plain pager](super::plain_pager), over TCP |
+//! | `zram` | anonymous memory under a memory cgroup, swapped to a compressed RAM disk of this host |
+//! | `swap-file` | the same, swapped to a file on this host |
+
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::layout;
+use super::page_store::Store;
+use super::phase::{Run, Task};
+use super::session::Session;
+use super::swap::Swap;
+use super::watched_memory::PAGE_BYTES;
+use crate::hermetic::hard_limit::HardLimit;
+use crate::small_vmm::client::SmallVmm;
+
+/// What a process that runs a workload under a cgroup's limit may use beside its data: its stacks, its
+/// heap, and the kernel's page tables.
+const PROCESS_BYTES: u64 = 6 << 20;
+
+/// Memory that all workloads can be run on.
+pub const ALL_LOCAL: [&str; 2] = ["huge", "memfd"];
+/// Memory of which a part is elsewhere.
+pub const PARTLY_LOCAL: [&str; 3] = ["plain", "zram", "swap-file"];
+/// Memory of which the kernel swaps a part out.
+pub const SWAPPED: [&str; 2] = ["zram", "swap-file"];
+
+/// Runs in a row where all memory is local: they are so short that another process may take all of the
+/// time of one.
+pub const LOCAL_TIMES: usize = 5;
+
+/// Attempts at a run under a cgroup's limit: the kernel may find nothing to swap out in time, and kill
+/// what it should shrink.
+const ATTEMPTS: usize = 3;
+
+/// Fails where this machine has no such memory, with the reason.
+pub fn try_out(session: &Session, memory: &str) -> Result<()> {
+    if SWAPPED.contains(&memory) {
+        swap(session, memory, TRIED_BYTES)?.demand_alone()?;
+        drop(HardLimit::with_swap(TRIED_BYTES)?);
+    }
+    Ok(())
+}
+
+/// Swap that is made to see whether it can be.
+const TRIED_BYTES: u64 = 16 << 20;
+
+fn swap(session: &Session, memory: &str, bytes: u64) -> Result<Swap> {
+    let reserved = session.reserved_swap()?;
+    match memory {
+        "zram" => Swap::zram(reserved, bytes).context("making swap on zram"),
+        _ => Swap::file(reserved, bytes).context("making a swap file"),
+    }
+}
+
+/// Runs a workload of so many bytes once.
+pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64) -> Result<Run> {
+    let limit = (bytes as f64 * local) as u64;
+    match memory {
+        "huge" | "memfd" => drive(
+            session,
+            start(session, memory, task, &[])?,
+            LOCAL_TIMES,
+            None,
+        ),
+        "plain" => {
+            let pages = bytes as usize / PAGE_BYTES;
+            let store = Store::start(&session.program, pages)?;
+            layout::pin(store.pid(), &session.layout.server)?;
+            let limit = (limit as usize / PAGE_BYTES).to_string();
+            let paging = [
+                ("--limit-pages", limit.as_str()),
+                ("--store", &store.address),
+                ("--pager-cpus", &list(&session.layout.pager)),
+            ];
+            drive(session, start(session, "paged", task, &paging)?, 1, None)
+        }
+        "zram" | "swap-file" => {
+            let swap = swap(session, memory, bytes * 2)?;
+            (1..ATTEMPTS)
+                .find_map(|_| swapped(session, &swap, task, limit).ok())
+                .map_or_else(|| swapped(session, &swap, task, limit), Ok)
+        }
+        other => bail!("there is no memory '{other}'"),
+    }
+}
+
+fn swapped(session: &Session, swap: &Swap, task: &Task, limit: u64) -> Result<Run> {
+    swap.demand_alone()?;
+    let group = HardLimit::with_swap(limit + PROCESS_BYTES)?;
+    let runner = start(session, "base", task, &[])?;
+    group.add(runner.pid() as u32)?;
+    let run = drive(session, runner, 1, Some(&group))?;
+    ensure!(
+        run.major_faults > 0,
+        "nothing was swapped in: the cgroup's limit has no effect here"
+    );
+    Ok(run)
+}
+
+fn list(cpus: &[usize]) -> String {
+    let words: Vec<String> = cpus.iter().map(usize::to_string).collect();
+    words.join(",")
+}
+
+fn start(session: &Session, memory: &str, task: &Task, more: &[(&str, &str)]) -> Result<SmallVmm> {
+    let mut command = Command::new(&session.program);
+    command.args(["runner", "--memory", memory]);
+    command.args(["--task", &serde_json::to_string(task)?]);
+    command.args(["--cpus", &list(&session.layout.vcpu)]);
+    for (flag, value) in more {
+        command.args([flag, value]);
+    }
+    SmallVmm::spawn(command)
+}
+
+/// Prepares and runs so many times; the run of median length. The group is kept until the runner has
+/// ended.
+fn drive(
+    session: &Session,
+    mut runner: SmallVmm,
+    times: usize,
+    group: Option<&HardLimit>,
+) -> Result<Run> {
+    let mut work = |phase: &str| {
+        let asked = runner.send(json!({"do": phase}))?;
+        runner.wait(asked, session.settings.patience)
+    };
+    let result = median(times, || {
+        work("prepare")?;
+        let mut run = work("run")?;
+        run["digest"] = work("digest")?["digest"].take();
+        Ok(run)
+    });
+    if let (Err(_), Some(group)) = (&result, group) {
+        let killed = group.kills().unwrap_or(0);
+        ensure!(
+            killed == 0,
+            "the kernel killed the workload for its cgroup's limit"
+        );
+    }
+    let run = result?;
+    runner.exit()?;
+    Ok(run)
+}
+
+/// Of several runs in a row, that of median length; all of them must come to the same.
+pub fn median(times: usize, mut run: impl FnMut() -> Result<Value>) -> Result<Run> {
+    let mut runs: Vec<Run> = Vec::with_capacity(times);
+    for _ in 0..times {
+        let run: Run = serde_json::from_value(run()?)?;
+        if let Some(first) = runs.first() {
+            first.demand_same(&run)?;
+        }
+        runs.push(run);
+    }
+    runs.sort_by(|one, other| one.seconds.total_cmp(&other.seconds));
+    ensure!(!runs.is_empty(), "nothing was run");
+    Ok(runs.swap_remove(runs.len() / 2))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_run_of_median_length_is_taken() {
+        let mut lengths = [3.0, 9.0, 1.0].into_iter();
+        let mut next = || {
+            let run = Run {
+                seconds: lengths.next().expect("three runs"),
+                ..Run::default()
+            };
+            Ok(serde_json::to_value(run)?)
+        };
+        assert_eq!(median(3, &mut next).expect("runs").seconds, 3.0);
+        let mut checksum = 0;
+        let changing = || {
+            checksum += 1;
+            let run = Run {
+                checksum,
+                ..Run::default()
+            };
+            Ok(serde_json::to_value(run)?)
+        };
+        assert!(median(2, changing).is_err());
+        assert!(median(0, || Ok(Value::Null)).is_err());
+    }
+}

@@ -1,0 +1,132 @@
+//! Two runs beside each other: an earlier build and a later one, or two machines.
+
+use std::fmt::Write;
+
+use super::ratios::Ratio;
+use super::report::short;
+use super::results::Results;
+
+/// How a number changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The two runs have values in common: no more than noise is shown.
+    Alike,
+    /// Every value of the second is better than every one of the first.
+    Better,
+    /// The other way round.
+    Worse,
+}
+
+/// What became of a number.
+pub fn judge(before: &Ratio, after: &Ratio) -> Verdict {
+    if !before.value.is_apart_from(&after.value) {
+        return Verdict::Alike;
+    }
+    match (after.value.median < before.value.median) == before.is_less_better {
+        true => Verdict::Better,
+        false => Verdict::Worse,
+    }
+}
+
+/// Both runs' ratios as a table; those that only one has are named below it.
+pub fn text(before: &Results, after: &Results) -> String {
+    let mut text = String::new();
+    // Writing to a string cannot fail.
+    let _ = write(&mut text, before, after);
+    text
+}
+
+fn write(out: &mut String, before: &Results, after: &Results) -> std::fmt::Result {
+    if before.machine.processor != after.machine.processor || before.quick != after.quick {
+        writeln!(
+            out,
+            "Different machines or sizes: ratios alone can be compared, and those with care."
+        )?;
+    }
+    writeln!(
+        out,
+        "{:<72}{:>9}{:>9}{:>9}",
+        "Ratio (medians)", "first", "second", "change"
+    )?;
+    let mut alone = Vec::new();
+    for ratio in &before.ratios {
+        let Some(other) = same(&after.ratios, ratio) else {
+            alone.push(("first", ratio));
+            continue;
+        };
+        let verdict = match judge(ratio, other) {
+            Verdict::Alike => "",
+            Verdict::Better => "  better",
+            Verdict::Worse => "  WORSE",
+        };
+        let (first, second) = (ratio.value.median, other.value.median);
+        let title = format!("{}: {}", ratio.group, ratio.name);
+        let change = format!("{:+.1}%", (second / first - 1.0) * 100.0);
+        let cells = format!("{:>9}{:>9}{change:>9}", short(first), short(second));
+        writeln!(out, "{title:<72}{cells}{verdict}")?;
+    }
+    let new = after
+        .ratios
+        .iter()
+        .filter(|ratio| same(&before.ratios, ratio).is_none());
+    alone.extend(new.map(|ratio| ("second", ratio)));
+    for (which, ratio) in alone {
+        writeln!(out, "only in the {which}: {}: {}", ratio.group, ratio.name)?;
+    }
+    Ok(())
+}
+
+fn same<'a>(ratios: &'a [Ratio], ratio: &Ratio) -> Option<&'a Ratio> {
+    ratios
+        .iter()
+        .find(|other| (&other.group, &other.name) == (&ratio.group, &ratio.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::statistics::Spread;
+    use super::*;
+
+    fn ratio(name: &str, values: &[f64], is_less_better: bool) -> Ratio {
+        Ratio {
+            group: "paging".to_owned(),
+            name: name.to_owned(),
+            value: Spread::of(values).expect("values"),
+            is_less_better,
+        }
+    }
+
+    #[test]
+    fn only_what_is_apart_is_judged() {
+        let verdict = |before: &[f64], after: &[f64], is_less_better| {
+            judge(
+                &ratio("x", before, is_less_better),
+                &ratio("x", after, is_less_better),
+            )
+        };
+        assert_eq!(verdict(&[1.0, 2.0], &[1.9, 3.0], true), Verdict::Alike);
+        assert_eq!(verdict(&[1.0, 2.0], &[2.1, 3.0], true), Verdict::Worse);
+        assert_eq!(verdict(&[1.0, 2.0], &[2.1, 3.0], false), Verdict::Better);
+        assert_eq!(verdict(&[2.1, 3.0], &[1.0, 2.0], true), Verdict::Better);
+    }
+
+    #[test]
+    fn what_one_run_lacks_is_named() {
+        let of = |ratios: Vec<Ratio>| Results {
+            ratios,
+            ..Results::default()
+        };
+        let before = of(vec![
+            ratio("kept", &[2.0], true),
+            ratio("gone", &[1.0], true),
+        ]);
+        let after = of(vec![
+            ratio("new", &[1.0], true),
+            ratio("kept", &[3.0], true),
+        ]);
+        let text = text(&before, &after);
+        assert!(text.contains("+50.0%  WORSE"), "{text}");
+        assert!(text.contains("only in the first: paging: gone"), "{text}");
+        assert!(text.contains("only in the second: paging: new"), "{text}");
+    }
+}

@@ -1,0 +1,191 @@
+//! Workloads, on Outram and on the [baselines](super::baseline), in turn.
+//!
+//! Every run must come to what the same run came to with all of its memory local: another checksum, or
+//! other bytes in memory afterwards, end the benchmark.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+
+use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, PARTLY_LOCAL, SWAPPED};
+use super::phase::{Run, Subject, Task};
+use super::results::{Missing, Series};
+use super::session::Session;
+use super::workloads::catalogue;
+use crate::small_lab::{Guest, LEAST};
+
+/// RAM is made of such steps, so that the kernel's huge pages would fit.
+const STEP_MIB: u64 = 2;
+
+/// The memory that is ours.
+pub const OUTRAM: &str = "outram";
+
+/// A contest under way.
+pub struct Contest<'a> {
+    session: &'a mut Session,
+    names: Vec<&'static str>,
+    /// What each workload has to come to.
+    truths: BTreeMap<&'static str, Run>,
+}
+
+impl<'a> Contest<'a> {
+    /// Of all workloads, or those that the settings name.
+    pub fn new(session: &'a mut Session) -> Result<Self> {
+        let only = &session.settings.only;
+        for name in only {
+            super::phase::entry(name)?;
+        }
+        for memory in &session.settings.baselines {
+            let known = PARTLY_LOCAL.contains(&memory.as_str());
+            ensure!(
+                known,
+                "a baseline is one of {PARTLY_LOCAL:?}, not '{memory}'"
+            );
+        }
+        for memory in session.settings.baselines.clone() {
+            if let Err(error) = baseline::try_out(session, &memory) {
+                session.say(&format!("without {memory}: {error:#}"));
+                session.results.note_missing(&memory, &error);
+            }
+        }
+        let only = &session.settings.only;
+        let is_wanted = |name: &str| only.is_empty() || only.iter().any(|wanted| wanted == name);
+        let names = catalogue().iter().map(|entry| entry.name);
+        Ok(Self {
+            names: names.filter(|name| is_wanted(name)).collect(),
+            session,
+            truths: BTreeMap::new(),
+        })
+    }
+
+    /// Runs all of them, round by round.
+    pub fn run(mut self) -> Result<()> {
+        for round in 0..self.session.settings.rounds {
+            for name in self.names.clone() {
+                self.run_one(round, name)
+                    .with_context(|| format!("workload '{name}'"))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn run_one(&mut self, round: usize, name: &'static str) -> Result<()> {
+        let settings = &self.session.settings;
+        let task = Task {
+            name: name.to_owned(),
+            bytes: (settings.workload_mib << 20) as usize,
+            seed: settings.seed,
+            compute: settings.compute,
+        };
+        let local_ratios = settings.local_ratios.clone();
+        let rounds = settings.rounds;
+        self.session
+            .say(&format!("round {} of {rounds}: {name}", round + 1));
+        let footprint = Subject::new(&task)?.footprint() as u64;
+        let mib = footprint.div_ceil(1 << 20).next_multiple_of(STEP_MIB);
+        for memory in ALL_LOCAL {
+            self.run_baseline(memory, &task, mib << 20, 1.0, name)?;
+        }
+        for &local in &local_ratios {
+            let run = self.run_outram(&task, mib, local);
+            let run = run.with_context(|| format!("Outram at a local ratio of {local}"))?;
+            self.note(OUTRAM, name, mib << 20, local, run)?;
+            if local < 1.0 {
+                for memory in self.session.settings.baselines.clone() {
+                    self.run_baseline(&memory, &task, mib << 20, local, name)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What this machine's swap cannot do is noted as missing; but what it does must be right.
+    fn run_baseline(
+        &mut self,
+        memory: &str,
+        task: &Task,
+        bytes: u64,
+        local: f64,
+        name: &'static str,
+    ) -> Result<()> {
+        let what = format!("{memory} at {local}: {name}");
+        let is_missing = |known: &Missing| known.what == memory || known.what == what;
+        if self.session.results.missing.iter().any(is_missing) {
+            return Ok(());
+        }
+        match baseline::run(self.session, memory, task, bytes, local) {
+            Ok(run) => self.note(memory, name, bytes, local, run),
+            Err(error) if SWAPPED.contains(&memory) => {
+                self.session.say(&format!("without {what}: {error:#}"));
+                self.session.results.note_missing(&what, &error);
+                Ok(())
+            }
+            Err(error) => Err(error.context(format!("memory '{memory}'"))),
+        }
+    }
+
+    fn run_outram(&self, task: &Task, mib: u64, local: f64) -> Result<Run> {
+        let limit = ((mib << 20) as f64 * local) as u64;
+        ensure!(
+            limit >= LEAST,
+            "{limit} bytes of local memory are less than the least, {LEAST}: use more data"
+        );
+        let session = &*self.session;
+        let mut guest = session.guest(mib, 1, limit)?;
+        let patience = session.settings.patience;
+        let work = |guest: &mut Guest, phase: &str| -> Result<serde_json::Value> {
+            let asked = guest.send(0, "workload", json!({"task": task, "phase": phase}))?;
+            let answer = guest.vmm.wait(asked, patience);
+            let answer = answer.map_err(|error| error.context(guest.log()))?;
+            // Inputs that are still on their way out would be measured with the run.
+            guest.settle()?;
+            Ok(answer)
+        };
+        let times = if local < 1.0 { 1 } else { LOCAL_TIMES };
+        let mut counters = BTreeMap::new();
+        let mut run = baseline::median(times, || {
+            work(&mut guest, "prepare")?;
+            let before = counted(&guest)?;
+            let run = work(&mut guest, "run");
+            counters = counted(&guest)?;
+            for (name, count) in &mut counters {
+                *count -= before.get(name).unwrap_or(&0);
+            }
+            let mut run = run?;
+            run["digest"] = work(&mut guest, "digest")?["digest"].take();
+            Ok(run)
+        })?;
+        run.counters = counters;
+        guest.end(&[&session.server])?;
+        Ok(run)
+    }
+
+    fn note(
+        &mut self,
+        memory: &str,
+        name: &'static str,
+        bytes: u64,
+        local_ratio: f64,
+        run: Run,
+    ) -> Result<()> {
+        let truth = self.truths.entry(name).or_insert_with(|| run.clone());
+        truth
+            .demand_same(&run)
+            .with_context(|| format!("on '{memory}' at a local ratio of {local_ratio}"))?;
+        self.session.results.note_run(Series {
+            workload: name.to_owned(),
+            memory: memory.to_owned(),
+            local_ratio,
+            bytes,
+            runs: vec![run],
+        });
+        Ok(())
+    }
+}
+
+/// A backend's counters by name.
+fn counted(guest: &Guest) -> Result<BTreeMap<String, u64>> {
+    let counters = serde_json::to_value(guest.status()?.counters)?;
+    Ok(serde_json::from_value(counters)?)
+}

@@ -1,0 +1,228 @@
+//! What faults, pages and the wire cost on this machine without Outram.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use vm_memory::{Bytes, MmapRegion, VolatileMemory};
+
+use super::layout::{Layout, pin_self};
+use super::page_store::{Client, Store};
+use super::statistics::Latencies;
+use super::watched_memory::{Fault, PAGE_BYTES, Page, Watch, anonymous, shared};
+
+/// Pages of a range that is worked on at once.
+pub const RANGE: usize = 64;
+/// Pages that are copied to learn the machine's rate: more than a processor's caches hold.
+const COPIED_PAGES: usize = 16 << 10;
+
+/// How a handler waits for faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waiting {
+    /// In `poll`, then `read`.
+    Sleeping,
+    /// In `read` over and over.
+    Spinning,
+}
+
+/// Round trips of faults: a thread touches pages one by one, another does nothing but put a ready
+/// page in place.
+pub fn faults(layout: &Layout, waiting: Waiting, count: usize) -> Result<Latencies> {
+    let (region, file) = shared(count * PAGE_BYTES)?;
+    let watch = Watch::new(&region, file)?;
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let handler = scope.spawn(|| {
+            let handled = handle(&watch, waiting, &layout.pager, &done);
+            // Nobody would answer the other thread's next fault.
+            handled.inspect_err(|error| {
+                eprintln!("measuring floors failed: {error:#}");
+                std::process::exit(1);
+            })
+        });
+        let touching = scope.spawn(|| {
+            let touched = touch_all(&region, count, &layout.vcpu);
+            done.store(true, Ordering::Relaxed);
+            touched
+        });
+        let latencies = touching.join().expect("no panic");
+        handler.join().expect("no panic")?;
+        latencies
+    })
+}
+
+fn handle(watch: &Watch, waiting: Waiting, cpus: &[usize], done: &AtomicBool) -> Result<()> {
+    pin_self(cpus)?;
+    let ready = vec![Page([1; PAGE_BYTES])];
+    let (mut buffer, mut faults) = (Watch::buffer(), Vec::new());
+    while !done.load(Ordering::Relaxed) {
+        match waiting {
+            Waiting::Sleeping => watch.wait(&mut buffer, &mut faults)?,
+            Waiting::Spinning => watch.take(&mut buffer, &mut faults)?,
+        }
+        for fault in faults.drain(..) {
+            if let Fault::Missing(page) = fault {
+                watch.copy(page, &ready)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// In an order that no read-ahead would guess: each page once, by steps that have no divisor in common
+/// with their number.
+fn touch_all(region: &MmapRegion, count: usize, cpus: &[usize]) -> Result<Latencies> {
+    pin_self(cpus)?;
+    let step = (count * 5 / 8..).find(|&step| divisor(step, count) == 1);
+    let step = step.unwrap_or(1);
+    let mut latencies = Latencies::default();
+    let mut page = 0;
+    for _ in 0..count {
+        page = (page + step) % count;
+        let slice = region.get_slice(page * PAGE_BYTES, 8)?;
+        let started = Instant::now();
+        let word: u64 = slice.load(0, Ordering::Relaxed)?;
+        latencies.record(started.elapsed().as_nanos() as u64);
+        ensure!(word != 0, "page {page} came without its bytes");
+    }
+    Ok(latencies)
+}
+
+fn divisor(a: usize, b: usize) -> usize {
+    match b {
+        0 => a,
+        _ => divisor(b, a % b),
+    }
+}
+
+/// What each of a pager's calls costs, by name, per page: alone and by ranges.
+pub fn calls(layout: &Layout, pages: usize) -> Result<Vec<(&'static str, Latencies)>> {
+    let layout = layout.clone();
+    // A thread of its own, so that it alone is pinned.
+    std::thread::spawn(move || {
+        pin_self(&layout.pager)?;
+        let (region, file) = shared(pages * PAGE_BYTES)?;
+        let watch = Watch::new(&region, file)?;
+        let ready = vec![Page([1; PAGE_BYTES]); RANGE];
+        let mut found = Vec::new();
+        for (width, names) in [
+            (1, ["COPY", "write-protect", "punch"]),
+            (
+                RANGE,
+                ["COPY by range", "write-protect by range", "punch by range"],
+            ),
+        ] {
+            let copy = |page| watch.copy(page, &ready[..width]);
+            found.push((names[0], timed(pages, width, copy)?));
+            let protect = |page| watch.protect(page, width);
+            found.push((names[1], timed(pages, width, protect)?));
+            let punch = |page| watch.punch(page, width);
+            found.push((names[2], timed(pages, width, punch)?));
+        }
+        Ok(found)
+    })
+    .join()
+    .expect("no panic")
+}
+
+fn timed(pages: usize, width: usize, call: impl Fn(usize) -> Result<()>) -> Result<Latencies> {
+    let mut latencies = Latencies::default();
+    for page in (0..pages / width * width).step_by(width) {
+        let started = Instant::now();
+        call(page)?;
+        latencies.record(started.elapsed().as_nanos() as u64 / width as u64);
+    }
+    Ok(latencies)
+}
+
+/// The wire's floors.
+#[derive(Debug)]
+pub struct Wire {
+    /// Round trips of single pages.
+    pub round_trips: Latencies,
+    /// Pages per second in batches.
+    pub pages_per_second: f64,
+}
+
+/// Round trips and bandwidth of pages over TCP, without anything of ours on either side.
+pub fn wire(layout: &Layout, store: &Store, count: usize) -> Result<Wire> {
+    let mut client = Client::connect(&store.address)?;
+    let layout = layout.clone();
+    std::thread::spawn(move || {
+        pin_self(&layout.pager)?;
+        let mut page = Box::new(Page([0; PAGE_BYTES]));
+        let mut round_trips = Latencies::default();
+        for _ in 0..count {
+            let started = Instant::now();
+            client.read(0, &mut page)?;
+            round_trips.record(started.elapsed().as_nanos() as u64);
+        }
+        let batch = [0; RANGE];
+        let started = Instant::now();
+        for _ in 0..(count / 16).max(1) {
+            client.read_batch(&batch, &mut page)?;
+        }
+        let batched = (count / 16).max(1) * RANGE;
+        Ok(Wire {
+            round_trips,
+            pages_per_second: batched as f64 / started.elapsed().as_secs_f64(),
+        })
+    })
+    .join()
+    .expect("no panic")
+}
+
+/// Pages per second that one thread copies from memory to memory.
+pub fn copied_pages_per_second(layout: &Layout) -> Result<f64> {
+    let layout = layout.clone();
+    std::thread::spawn(move || {
+        pin_self(&layout.pager)?;
+        let bytes = COPIED_PAGES * PAGE_BYTES;
+        let (from, to) = (anonymous(bytes)?, anonymous(bytes)?);
+        let (from, to) = (from.get_slice(0, bytes)?, to.get_slice(0, bytes)?);
+        // Once for the kernel to find the pages.
+        from.copy_to_volatile_slice(to);
+        let mut page = Page([1; PAGE_BYTES]);
+        from.subslice(0, PAGE_BYTES)?.copy_from(&page.0);
+        let started = Instant::now();
+        for index in 0..COPIED_PAGES {
+            let (source, target) = (
+                from.subslice(index * PAGE_BYTES, PAGE_BYTES)?,
+                to.subslice(index * PAGE_BYTES, PAGE_BYTES)?,
+            );
+            source.copy_to_volatile_slice(target);
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        to.subslice(0, PAGE_BYTES)?.copy_to(&mut page.0);
+        ensure!(page.0[0] == 1, "nothing was copied");
+        Ok(COPIED_PAGES as f64 / seconds)
+    })
+    .join()
+    .expect("no panic")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::layout::Kind;
+
+    #[test]
+    fn every_page_is_touched_and_answered_once() {
+        let layout = Layout::new(Kind::Free).expect("processors");
+        for waiting in [Waiting::Sleeping, Waiting::Spinning] {
+            // Where userfaultfd may not be used, there is nothing to see.
+            let Ok(latencies) = faults(&layout, waiting, 96) else {
+                eprintln!("SKIPPED: no userfaultfd here");
+                return;
+            };
+            assert_eq!(latencies.count(), 96);
+        }
+        let calls = calls(&layout, 2 * RANGE).expect("userfaultfd");
+        let counts: Vec<u64> = calls
+            .iter()
+            .map(|(_, latencies)| latencies.count())
+            .collect();
+        assert_eq!(counts, [128, 128, 128, 2, 2, 2]);
+        assert!(copied_pages_per_second(&layout).expect("memory") > 0.0);
+    }
+}

@@ -1,0 +1,33 @@
+//! The benchmark: floors of the machine, Outram beside them, and workloads on Outram and on what else
+//! there is, all in one run; its results as a table of ratios, JSON and plots.
+//!
+//! * [`floors`] measures what the kernel and the wire cost without us;
+//! * [`own`] measures Outram's faults, throughput and tuning;
+//! * [`contest`] runs [`workloads`] on Outram and on the [baselines](baseline);
+//! * [`results`] is what a run leaves, [`ratios`] what is read from it, [`report`], [`plot`] and
+//!   [`compare`] show it.
+//!
+//! Absolute figures are those of the machine and its mood. So whatever is divided by each other is
+//! measured in turn, round by round, and divided within its round.
+
+pub mod baseline;
+pub mod compare;
+pub mod contest;
+pub mod floors;
+pub mod layout;
+pub mod machine;
+pub mod own;
+pub mod page_store;
+pub mod phase;
+pub mod plain_pager;
+pub mod plot;
+pub mod ratios;
+pub mod report;
+pub mod results;
+pub mod runner;
+pub mod session;
+pub mod statistics;
+pub mod swap;
+pub mod usage;
+pub mod watched_memory;
+pub mod workloads;

@@ -1,0 +1,215 @@
+//! Outram's own figures: what a fault of a remote page costs the vCPU that meets it, what paging costs
+//! everybody, and how fast a limit is reached.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use outram_wire::control::{Counters, Status};
+use serde_json::{Value, json};
+
+use super::session::Session;
+use super::statistics::Latencies;
+use super::usage::process_cpu;
+use crate::small_lab::{Guest, LEAST, PAGE};
+
+/// Pages that a vCPU holds on to while its guest shrinks.
+const HELD_PAGES: u64 = 256;
+/// MiB that stay beside what a guest is tuned down by.
+const REST_MIB: u64 = 64;
+/// How long pages are held at a time.
+const HOLD_SECONDS: f64 = 0.2;
+/// Between two looks at whether a limit is reached.
+const GLANCE: Duration = Duration::from_millis(5);
+/// Longest wait for anything but a workload.
+const PATIENCE: Duration = Duration::from_secs(300);
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// What everybody has used up to a moment.
+struct Bill {
+    at: Instant,
+    vcpu: Duration,
+    helper: Duration,
+    server: Duration,
+    counters: Counters,
+}
+
+impl Bill {
+    fn now(session: &Session, guest: &Guest) -> Result<Self> {
+        let status = guest.status()?;
+        Ok(Self {
+            at: Instant::now(),
+            vcpu: process_cpu(guest.vmm.pid() as u32)?,
+            helper: process_cpu(guest.backend_pid())?,
+            server: process_cpu(session.server.pid())?,
+            counters: status.counters,
+        })
+    }
+
+    /// Has the time and the processor time of a vCPU alone, where that said what its work took.
+    fn only(mut self, before: &Self, answer: &Value) -> Self {
+        let took = |key: &str| {
+            let seconds = answer[key].as_f64().unwrap_or_default();
+            Duration::try_from_secs_f64(seconds).unwrap_or_default()
+        };
+        self.at = before.at + took("seconds");
+        self.vcpu = before.vcpu + took("cpu_seconds");
+        self
+    }
+
+    /// Notes what was used from here to `later`, by GiB of these pages.
+    fn note(&self, later: &Self, session: &mut Session, what: &str, pages: u64) {
+        let gib = (pages * PAGE) as f64 / GIB;
+        for (who, before, after) in [
+            ("vCPU", self.vcpu, later.vcpu),
+            ("helper", self.helper, later.helper),
+            ("server", self.server, later.server),
+        ] {
+            let seconds = after.saturating_sub(before).as_secs_f64();
+            let name = format!("{what}: CPU of {who}");
+            session.results.note(&name, "s/GiB", seconds / gib);
+        }
+        let seconds = (later.at - self.at).as_secs_f64();
+        let results = &mut session.results;
+        results.note(&format!("{what}: rate"), "pages/s", pages as f64 / seconds);
+        let wire = |counters: &Counters| counters.wire_received_bytes + counters.wire_sent_bytes;
+        let bytes = wire(&later.counters).saturating_sub(wire(&self.counters));
+        let useful = (pages * PAGE) as f64;
+        results.note(
+            &format!("{what}: wire bytes per useful byte"),
+            "",
+            bytes as f64 / useful,
+        );
+    }
+}
+
+/// Faults of a guest whose pages are stored remotely: alone with room for them, at the limit, and one
+/// after the other in the order of their addresses.
+pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
+    let mib = session.settings.fault_mib;
+    let mut guest = session.guest(mib, 1, mib << 20)?;
+    let pages = guest.pages();
+    command(&mut guest, "fill", json!({"page": 0, "pages": pages}))?;
+    let status = guest.status()?;
+    let helper = (status.kernel_table_bytes + status.kernel_anon_bytes) as f64;
+    session.results.note(
+        "helper's memory, all pages in use",
+        "bytes/page",
+        helper / pages as f64,
+    );
+    let table = status.kernel_table_bytes as f64 / pages as f64;
+    session.results.note("page table", "bytes/page", table);
+    let before = Bill::now(session, &guest)?;
+    squeeze_and_settle(&guest)?;
+    let after = Bill::now(session, &guest)?;
+    let evicted = after.counters.writeback_pages - before.counters.writeback_pages;
+    before.note(&after, session, "eviction of dirty pages", evicted);
+
+    // With room for what comes, nothing has to leave meanwhile.
+    guest.tune(mib << 20)?;
+    probe(session, &mut guest, round, "remote fault")?;
+    squeeze_and_settle(&guest)?;
+    probe(session, &mut guest, round, "remote fault at the limit")?;
+    squeeze_and_settle(&guest)?;
+    guest.tune(mib << 20)?;
+    read_in_order(session, &mut guest)?;
+    guest.end(&[&session.server])
+}
+
+fn squeeze_and_settle(guest: &Guest) -> Result<Status> {
+    guest.squeeze()?;
+    guest.settle()
+}
+
+/// One fault at a time, as the vCPU sees it.
+fn probe(session: &mut Session, guest: &mut Guest, round: usize, name: &str) -> Result<()> {
+    let (count, pages) = (session.settings.faults, guest.pages());
+    let before = Bill::now(session, guest)?;
+    let seed = session.settings.seed + round as u64;
+    let order = json!({"page": 0, "pages": pages, "count": count, "seed": seed});
+    let answer = command(guest, "probe", order)?;
+    let after = Bill::now(session, guest)?.only(&before, &answer);
+    let latencies = Latencies::from_json(&answer["latencies"])?;
+    let remote = after.counters.faults_remote - before.counters.faults_remote;
+    ensure!(
+        remote * 100 >= latencies.count() * 95,
+        "of {} pages that were touched, {remote} came from the server",
+        latencies.count()
+    );
+    session.note_latencies(name, &latencies);
+    before.note(&after, session, name, latencies.count());
+    Ok(())
+}
+
+fn read_in_order(session: &mut Session, guest: &mut Guest) -> Result<()> {
+    let pages = guest.pages();
+    let before = Bill::now(session, guest)?;
+    command(guest, "touch", json!({"page": 0, "pages": pages}))?;
+    let after = Bill::now(session, guest)?;
+    let kept = LEAST / PAGE;
+    before.note(&after, session, "remote pages read in order", pages - kept);
+    Ok(())
+}
+
+/// A limit that falls, and what a vCPU notices that uses pages which stay.
+pub fn measure_tuning(session: &mut Session) -> Result<()> {
+    let (down, all) = (
+        session.settings.tune_mib,
+        session.settings.tune_mib + REST_MIB,
+    );
+    let mut guest = session.guest(all, 1, all << 20)?;
+    let pages = guest.pages();
+    command(&mut guest, "fill", json!({"page": 0, "pages": pages}))?;
+    let held = json!({"page": pages - HELD_PAGES, "pages": HELD_PAGES, "seconds": HOLD_SECONDS});
+    let at_rest = Latencies::from_json(&command(&mut guest, "hold", held.clone())?["latencies"])?;
+    let (mut meanwhile, mut faults) = (Latencies::default(), 0);
+    let limit = REST_MIB << 20;
+    let began = Instant::now();
+    guest.tune(limit)?;
+    let mut reached = None;
+    while reached.is_none() {
+        let asked = guest.send(0, "hold", held.clone())?;
+        let kept = loop {
+            let status = guest.status()?;
+            if reached.is_none() && status.resident_bytes + status.staged_bytes <= limit {
+                reached = Some(began.elapsed());
+            }
+            if let Some(kept) = guest.vmm.poll(asked)? {
+                break kept;
+            }
+            ensure!(
+                began.elapsed() < PATIENCE,
+                "the vCPU does not let go of its pages"
+            );
+            std::thread::sleep(GLANCE);
+        };
+        meanwhile.add(&Latencies::from_json(&kept["latencies"])?);
+        faults += kept["faults"].as_u64().unwrap_or(0);
+        ensure!(began.elapsed() < PATIENCE, "the limit was not reached");
+    }
+    let seconds = reached.unwrap_or_default().as_secs_f64();
+    let evicted = ((down << 20) / PAGE) as f64;
+    session
+        .results
+        .note("tuning down", "pages/s", evicted / seconds);
+    session
+        .results
+        .note("faults of held pages meanwhile", "", faults as f64);
+    for (name, latencies) in [
+        ("held page, at rest", at_rest),
+        ("held page, tuning down", meanwhile),
+    ] {
+        session.note_latencies(name, &latencies);
+        for (which, percent) in [("p99.9", 99.9), ("longest", 100.0)] {
+            let us = latencies.percentile(percent) as f64 / 1000.0;
+            session.results.note(&format!("{name} {which}"), "µs", us);
+        }
+    }
+    guest.end(&[&session.server])
+}
+
+/// Has the guest's first vCPU do something, however long it takes.
+fn command(guest: &mut Guest, action: &str, more: Value) -> Result<Value> {
+    let asked = guest.send(0, action, more)?;
+    let answer = guest.vmm.wait(asked, PATIENCE);
+    answer.map_err(|error| error.context(guest.log()))
+}

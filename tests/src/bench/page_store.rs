@@ -1,0 +1,198 @@
+//! Pages kept by another process, over the plainest of protocols: what a remote page costs at least
+//! over this machine's TCP, and where the plain pager keeps its pages.
+//!
+//! ```text
+//! request   0 op u8 (1 read, 2 write)   1 zero [7]   8 page u64   16 zero [16]   = 32, as Outram's
+//!           of one extent; of a write, then the page
+//! reply     0 zero [16]                                                           = 16, as Outram's
+//!           of a read, then the page
+//! ```
+//!
+//! One thread serves one connection after the other; blocking, in order, without checks of what is
+//! kept: nothing that could be left out is in it.
+
+use std::io::{BufRead, BufReader, BufWriter, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::watched_memory::{PAGE_BYTES, Page};
+
+const REQUEST_BYTES: usize = 32;
+const REPLY_BYTES: usize = 16;
+const READ: u8 = 1;
+const WRITE: u8 = 2;
+
+/// Serves until its standard input ends; prints its address first.
+pub fn serve(pages: usize) -> Result<()> {
+    let listener = TcpListener::bind("127.0.0.1:0").context("listening")?;
+    println!("{}", listener.local_addr()?);
+    std::thread::spawn(|| {
+        // Whoever started us has ended.
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        std::process::exit(0);
+    });
+    let mut kept = vec![0; pages * PAGE_BYTES];
+    loop {
+        let (stream, _) = listener.accept().context("accepting")?;
+        serve_one(stream, &mut kept)?;
+    }
+}
+
+fn serve_one(stream: TcpStream, kept: &mut [u8]) -> Result<()> {
+    stream.set_nodelay(true)?;
+    let mut reader = BufReader::with_capacity(REQUEST_BYTES * 64, stream.try_clone()?);
+    let mut writer = BufWriter::with_capacity(64 * (REPLY_BYTES + PAGE_BYTES), stream);
+    let mut request = [0; REQUEST_BYTES];
+    loop {
+        // Replies gather while further requests are here already, as a batch is answered.
+        if reader.buffer().len() < REQUEST_BYTES {
+            writer.flush()?;
+        }
+        match reader.read_exact(&mut request) {
+            Ok(()) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(()),
+            Err(error) => return Err(error).context("reading a request"),
+        }
+        let page = u64::from_le_bytes(request[8..16].try_into()?) as usize;
+        let range = page * PAGE_BYTES..(page + 1) * PAGE_BYTES;
+        let place = kept.get_mut(range).context("a page beyond the store")?;
+        match request[0] {
+            READ => {
+                writer.write_all(&[0; REPLY_BYTES])?;
+                writer.write_all(place)?;
+            }
+            WRITE => {
+                reader.read_exact(place).context("reading a page")?;
+                writer.write_all(&[0; REPLY_BYTES])?;
+            }
+            other => bail!("operation {other} is neither read nor write"),
+        }
+    }
+}
+
+/// A page store's process; killed when dropped.
+#[derive(Debug)]
+pub struct Store {
+    child: Child,
+    /// Where it listens.
+    pub address: String,
+}
+
+impl Store {
+    /// Starts one for so many pages, by this program, which must know `page-store`.
+    pub fn start(program: &Path, pages: usize) -> Result<Self> {
+        let mut child = Command::new(program)
+            .args(["page-store", "--pages", &pages.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("starting a page store")?;
+        let stdout = child.stdout.take().context("no standard output")?;
+        let mut store = Self {
+            child,
+            address: String::new(),
+        };
+        BufReader::new(stdout).read_line(&mut store.address)?;
+        store.address = store.address.trim().to_owned();
+        ensure!(!store.address.is_empty(), "the page store said no address");
+        Ok(store)
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A connection to a page store.
+#[derive(Debug)]
+pub struct Client {
+    stream: TcpStream,
+}
+
+impl Client {
+    /// Connects.
+    pub fn connect(address: &str) -> Result<Self> {
+        let stream =
+            TcpStream::connect(address).with_context(|| format!("page store {address}"))?;
+        stream.set_nodelay(true)?;
+        Ok(Self { stream })
+    }
+
+    /// Reads one page, sleeping until it is here.
+    pub fn read(&mut self, page: usize, into: &mut Page) -> Result<()> {
+        self.stream.write_all(&request(READ, page))?;
+        self.take(into)
+    }
+
+    /// Asks for all of these pages at once, then reads them one after the other into the same place.
+    pub fn read_batch(&mut self, pages: &[usize], into: &mut Page) -> Result<()> {
+        let requests: Vec<u8> = pages.iter().flat_map(|&page| request(READ, page)).collect();
+        self.stream.write_all(&requests)?;
+        for _ in pages {
+            self.take(into)?;
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, into: &mut Page) -> Result<()> {
+        let mut reply = [0; REPLY_BYTES];
+        self.stream.read_exact(&mut reply)?;
+        self.stream
+            .read_exact(&mut into.0)
+            .context("reading a page")
+    }
+
+    /// Writes one page and waits until it is kept.
+    pub fn write(&mut self, page: usize, from: &Page) -> Result<()> {
+        let mut message = [0; REQUEST_BYTES + PAGE_BYTES];
+        message[..REQUEST_BYTES].copy_from_slice(&request(WRITE, page));
+        message[REQUEST_BYTES..].copy_from_slice(&from.0);
+        self.stream.write_all(&message)?;
+        let mut reply = [0; REPLY_BYTES];
+        self.stream
+            .read_exact(&mut reply)
+            .context("waiting for a page to be kept")
+    }
+}
+
+fn request(op: u8, page: usize) -> [u8; REQUEST_BYTES] {
+    let mut request = [0; REQUEST_BYTES];
+    request[0] = op;
+    request[8..16].copy_from_slice(&(page as u64).to_le_bytes());
+    request
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_comes_back_as_it_was_kept() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let server = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().expect("a client");
+            serve_one(stream, &mut vec![0; 4 * PAGE_BYTES])
+        });
+        let mut client = Client::connect(&address).expect("a server");
+        let mut page = Page([7; PAGE_BYTES]);
+        client.write(3, &page).expect("kept");
+        client.read(0, &mut page).expect("there");
+        assert_eq!(page.0, [0; PAGE_BYTES]);
+        client.read_batch(&[0, 1, 3], &mut page).expect("there");
+        assert_eq!(page.0, [7; PAGE_BYTES]);
+        assert!(client.read(4, &mut page).is_err());
+        assert!(server.join().expect("no panic").is_err());
+    }
+}

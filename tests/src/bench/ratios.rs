@@ -1,0 +1,166 @@
+//! What a run says, in numbers that mean the same on another machine: each value by another that was
+//! measured in the same round.
+
+use serde::{Deserialize, Serialize};
+
+use super::baseline::PARTLY_LOCAL;
+use super::contest::OUTRAM;
+use super::results::Results;
+use super::statistics::Spread;
+
+/// One number, of all rounds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ratio {
+    /// The group of rows that it belongs to.
+    pub group: String,
+    /// What is divided by what.
+    pub name: String,
+    /// Its value in each round, summed up.
+    pub value: Spread,
+    /// Whether less of it is better.
+    pub is_less_better: bool,
+}
+
+/// Group of everything but workloads.
+pub const PAGING: &str = "paging";
+
+/// All that follow from what was measured.
+pub fn of(results: &Results) -> Vec<Ratio> {
+    let mut ratios = Vec::new();
+    paging(results, &mut ratios);
+    for series in &results.series {
+        let spread = |memory: &str, local: f64| {
+            let to = results.series(&series.workload, memory, local)?;
+            Spread::of_ratios(&seconds(series), &seconds(to))
+        };
+        let mut push = |name: String, value: Option<Spread>| {
+            ratios.extend(value.map(|value| Ratio {
+                group: series.workload.clone(),
+                name,
+                value,
+                is_less_better: true,
+            }));
+        };
+        let at = series.local_ratio;
+        let what = format!("{} at {at}", series.memory);
+        if series.memory != "huge" {
+            push(format!("{what} ÷ local, huge pages"), spread("huge", 1.0));
+        }
+        if series.memory != OUTRAM {
+            continue;
+        }
+        push(format!("{what} ÷ local memfd"), spread("memfd", 1.0));
+        if at < 1.0 {
+            push(format!("{what} ÷ outram at 1"), spread(OUTRAM, 1.0));
+            for memory in PARTLY_LOCAL {
+                push(format!("{what} ÷ {memory} at {at}"), spread(memory, at));
+            }
+        }
+    }
+    ratios
+}
+
+fn seconds(series: &super::results::Series) -> Vec<f64> {
+    series.runs.iter().map(|run| run.seconds).collect()
+}
+
+fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
+    let mut push = |name: &str, values: &[f64], to: &[f64], is_less_better: bool| {
+        ratios.extend(Spread::of_ratios(values, to).map(|value| Ratio {
+            group: PAGING.to_owned(),
+            name: name.to_owned(),
+            value,
+            is_less_better,
+        }));
+    };
+    let of = |name: &str| results.rounds(name);
+    let sum = |one: &[f64], other: &[f64]| -> Vec<f64> {
+        one.iter()
+            .zip(other)
+            .map(|(one, other)| one + other)
+            .collect()
+    };
+    let sleeping = of("uffd round trip, sleeping p50");
+    let floor = sum(sleeping, of("wire round trip p50"));
+    for (fault, short) in [
+        ("remote fault p50", "remote fault"),
+        ("remote fault at the limit p50", "remote fault at the limit"),
+    ] {
+        push(
+            &format!("{short} ÷ (uffd + wire), medians"),
+            of(fault),
+            &floor,
+            true,
+        );
+    }
+    push(
+        "uffd spinning ÷ sleeping",
+        of("uffd round trip, spinning p50"),
+        sleeping,
+        true,
+    );
+    push(
+        "remote pages read in order ÷ pages over the wire, batched",
+        of("remote pages read in order: rate"),
+        of("wire, batched"),
+        false,
+    );
+    push(
+        "tuning down ÷ copying pages",
+        of("tuning down"),
+        of("copying pages"),
+        false,
+    );
+    for which in ["p99.9", "longest"] {
+        push(
+            &format!("use of a held page, {which}: tuning down ÷ at rest"),
+            of(&format!("held page, tuning down {which}")),
+            of(&format!("held page, at rest {which}")),
+            true,
+        );
+    }
+    for what in [
+        "remote fault",
+        "eviction of dirty pages",
+        "remote pages read in order",
+    ] {
+        let name = format!("{what}: wire bytes per useful byte");
+        let ones = vec![1.0; of(&name).len()];
+        push(&name, of(&name), &ones, true);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::results::tests::sample;
+    use super::*;
+
+    fn value(ratios: &[Ratio], name: &str) -> Option<f64> {
+        let found = ratios.iter().find(|ratio| ratio.name == name);
+        found.map(|ratio| ratio.value.median)
+    }
+
+    #[test]
+    fn a_fault_is_divided_by_the_floors_of_its_round() {
+        let mut results = sample();
+        for (uffd, wire) in [(20.0, 30.0), (40.0, 60.0)] {
+            results.note("uffd round trip, sleeping p50", "µs", uffd);
+            results.note("wire round trip p50", "µs", wire);
+        }
+        let ratios = of(&results);
+        // 200 / 50 and 250 / 100.
+        assert_eq!(
+            value(&ratios, "remote fault ÷ (uffd + wire), medians"),
+            Some(3.25)
+        );
+        assert_eq!(value(&ratios, "outram at 0.5 ÷ outram at 1"), Some(1.75));
+    }
+
+    #[test]
+    fn what_was_not_measured_has_no_ratio() {
+        let ratios = of(&sample());
+        assert_eq!(value(&ratios, "outram at 0.5 ÷ zram at 0.5"), None);
+        assert_eq!(value(&ratios, "tuning down ÷ copying pages"), None);
+    }
+}

@@ -1,0 +1,219 @@
+//! What a run of the benchmark leaves: a file that says all that was measured and on what.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::machine::Machine;
+use super::phase::Run;
+use super::ratios::Ratio;
+use super::statistics::Distribution;
+
+/// Version of the file.
+pub const FORMAT: u32 = 1;
+
+/// A value that was measured in each round.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Figure {
+    /// Its unit.
+    pub unit: String,
+    /// Of each round, in order.
+    pub rounds: Vec<f64>,
+}
+
+/// Runs of a workload on one kind of memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Series {
+    /// The workload.
+    pub workload: String,
+    /// The kind of memory: see [`super::contest`].
+    pub memory: String,
+    /// Share of the data that may be local.
+    pub local_ratio: f64,
+    /// Bytes of the data.
+    pub bytes: u64,
+    /// Of each round, in order.
+    pub runs: Vec<Run>,
+}
+
+/// Something that cannot be measured on this machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Missing {
+    /// What.
+    pub what: String,
+    /// Why not.
+    pub reason: String,
+}
+
+/// All of a run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Results {
+    /// Version of the file.
+    pub format: u32,
+    /// Whether it was the quick run.
+    pub quick: bool,
+    /// How long all of it took, in seconds.
+    pub seconds: f64,
+    /// The machine.
+    pub machine: Machine,
+    /// Latencies by name, all rounds together.
+    pub distributions: BTreeMap<String, Distribution>,
+    /// Values by name.
+    pub figures: BTreeMap<String, Figure>,
+    /// Runs of workloads.
+    pub series: Vec<Series>,
+    /// What could not be measured.
+    pub missing: Vec<Missing>,
+    /// What follows from all of that.
+    pub ratios: Vec<Ratio>,
+}
+
+impl Results {
+    /// Notes a round's value.
+    pub fn note(&mut self, name: &str, unit: &str, value: f64) {
+        let figure = self
+            .figures
+            .entry(name.to_owned())
+            .or_insert_with(|| Figure {
+                unit: unit.to_owned(),
+                rounds: Vec::new(),
+            });
+        figure.rounds.push(value);
+    }
+
+    /// The rounds of a value; none where it was not measured.
+    pub fn rounds(&self, name: &str) -> &[f64] {
+        self.figures.get(name).map_or(&[], |figure| &figure.rounds)
+    }
+
+    /// Runs of a workload on a kind of memory.
+    pub fn series(&self, workload: &str, memory: &str, local_ratio: f64) -> Option<&Series> {
+        self.series.iter().find(|series| {
+            series.workload == workload
+                && series.memory == memory
+                && series.local_ratio == local_ratio
+        })
+    }
+
+    /// Notes a run.
+    pub fn note_run(&mut self, series: Series) {
+        let found = self.series.iter_mut().find(|known| {
+            known.workload == series.workload
+                && known.memory == series.memory
+                && known.local_ratio == series.local_ratio
+        });
+        match found {
+            Some(known) => known.runs.extend(series.runs),
+            None => self.series.push(series),
+        }
+    }
+
+    /// Notes that something cannot be had here.
+    pub fn note_missing(&mut self, what: &str, reason: &anyhow::Error) {
+        if self.missing.iter().all(|known| known.what != what) {
+            self.missing.push(Missing {
+                what: what.to_owned(),
+                reason: format!("{reason:#}"),
+            });
+        }
+    }
+
+    /// Reads a file.
+    pub fn load(path: &Path) -> Result<Self> {
+        let name = || path.display().to_string();
+        let text = fs::read_to_string(path).with_context(name)?;
+        let value: serde_json::Value = serde_json::from_str(&text).with_context(name)?;
+        let format = value["format"].as_u64();
+        ensure!(
+            format == Some(u64::from(FORMAT)),
+            "{} is no file of results in format {FORMAT}",
+            name()
+        );
+        serde_json::from_value(value).with_context(name)
+    }
+
+    /// Writes a file.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let text = serde_json::to_string(self)?;
+        fs::write(path, text).with_context(|| path.display().to_string())
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// Results with a value of each sort.
+    pub(crate) fn sample() -> Results {
+        let mut results = Results {
+            format: FORMAT,
+            quick: true,
+            seconds: 12.5,
+            ..Results::default()
+        };
+        for value in [2.0, 2.5] {
+            results.note("remote fault p50", "µs", value * 100.0);
+        }
+        let distribution = Distribution {
+            count: 3,
+            ns_max: 9,
+            pairs: vec![(1, 2), (9, 1)],
+            ..Distribution::default()
+        };
+        results
+            .distributions
+            .insert("remote fault".to_owned(), distribution);
+        for (memory, local_ratio, seconds) in [("outram", 1.0, 1.0), ("outram", 0.5, 1.75)] {
+            for _ in 0..2 {
+                results.note_run(Series {
+                    workload: "quicksort".to_owned(),
+                    memory: memory.to_owned(),
+                    local_ratio,
+                    bytes: 1 << 20,
+                    runs: vec![Run {
+                        seconds,
+                        checksum: u64::MAX,
+                        ..Run::default()
+                    }],
+                });
+            }
+        }
+        results.note_missing("swap to zram", &anyhow::anyhow!("there is none"));
+        results.note_missing("swap to zram", &anyhow::anyhow!("twice"));
+        results
+    }
+
+    #[test]
+    fn results_come_back_from_their_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("results.json");
+        let results = sample();
+        results.save(&path).expect("room");
+        let again = Results::load(&path).expect("what was written");
+        assert_eq!(again, results);
+        assert_eq!(again.missing.len(), 1);
+        let series = again.series("quicksort", "outram", 0.5).expect("it ran");
+        assert_eq!(series.runs.len(), 2);
+        assert_eq!(series.runs[0].checksum, u64::MAX);
+        assert_eq!(again.rounds("remote fault p50"), [200.0, 250.0]);
+        assert!(again.rounds("nothing").is_empty());
+    }
+
+    #[test]
+    fn other_files_are_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("results.json");
+        for text in ["", "{}", "[1]", r#"{"format":2}"#, r#"{"format":1}"#] {
+            fs::write(&path, text).expect("room");
+            assert!(Results::load(&path).is_err(), "{text}");
+        }
+        assert!(Results::load(&folder.path().join("absent")).is_err());
+    }
+}

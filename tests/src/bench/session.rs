@@ -1,0 +1,194 @@
+//! A run of the benchmark, from its settings to its results.
+
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::contest::Contest;
+use super::floors::{self, Waiting};
+use super::layout::{self, Kind, Layout};
+use super::machine::Machine;
+use super::own;
+use super::page_store::Store;
+use super::ratios;
+use super::results::{FORMAT, Results};
+use super::statistics::{Distribution, Latencies};
+use super::swap::Reserved;
+use crate::hermetic::server::MemServer;
+use crate::small_lab::{Guest, Lab, Wish};
+
+/// What is to be measured.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Whether this is the quick run.
+    pub quick: bool,
+    /// How often everything is measured.
+    pub rounds: usize,
+    /// MiB of RAM of the guest whose faults are measured.
+    pub fault_mib: u64,
+    /// Faults of each sort in each round.
+    pub faults: usize,
+    /// MiB that a guest is tuned down by.
+    pub tune_mib: u64,
+    /// MiB of each workload's data; none are run where it is 0.
+    pub workload_mib: u64,
+    /// Local ratios of workloads.
+    pub local_ratios: Vec<f64>,
+    /// Names of workloads, all where there is none.
+    pub only: Vec<String>,
+    /// Extra work for each operation.
+    pub compute: u32,
+    /// Seed of all that is random.
+    pub seed: u64,
+    /// Longest time for a single run of a workload.
+    pub patience: Duration,
+    /// How threads are spread.
+    pub layout: Kind,
+    /// The [baselines](super::baseline) that are paged.
+    pub baselines: Vec<String>,
+    /// Where swap files go, and notes of other swap.
+    pub folder: PathBuf,
+}
+
+/// Default slabs of memory servers.
+const SLAB_BYTES: u64 = 64 << 20;
+
+/// A run under way.
+pub struct Session {
+    /// What is to be measured.
+    pub settings: Settings,
+    /// Processors.
+    pub layout: Layout,
+    /// This program.
+    pub program: PathBuf,
+    /// The guests' memory server.
+    pub server: MemServer,
+    /// Where guests live.
+    pub lab: Lab,
+    /// What was measured so far.
+    pub results: Results,
+    latencies: BTreeMap<String, Latencies>,
+    swap: OnceCell<Reserved>,
+}
+
+impl Session {
+    /// Prepares a run, in the sandbox.
+    pub fn new(settings: Settings) -> Result<Self> {
+        let program = std::env::current_exe().context("this program's own path")?;
+        let layout = Layout::new(settings.layout)?;
+        let machine = Machine::this(&layout);
+        let lab = Lab::new(&program)?;
+        let largest = settings
+            .fault_mib
+            .max(settings.tune_mib)
+            .max(settings.workload_mib);
+        let lent = format!("{}MiB", largest * 2 + 512);
+        let server = lab.server_of(SLAB_BYTES, &["--memory", &lent])?;
+        layout::pin(server.pid(), &layout.server)?;
+        let results = Results {
+            format: FORMAT,
+            quick: settings.quick,
+            machine,
+            ..Results::default()
+        };
+        Ok(Self {
+            settings,
+            layout,
+            program,
+            server,
+            lab,
+            results,
+            latencies: BTreeMap::new(),
+            swap: OnceCell::new(),
+        })
+    }
+
+    /// Measures everything.
+    pub fn run(mut self) -> Result<Results> {
+        let began = Instant::now();
+        for round in 0..self.settings.rounds {
+            self.say(&format!(
+                "round {} of {}: floors and faults",
+                round + 1,
+                self.settings.rounds
+            ));
+            self.measure_floors()?;
+            own::measure_faults(&mut self, round)?;
+            own::measure_tuning(&mut self)?;
+        }
+        if self.settings.workload_mib > 0 {
+            Contest::new(&mut self)?.run()?;
+        }
+        let latencies = std::mem::take(&mut self.latencies);
+        self.results.distributions = latencies
+            .iter()
+            .map(|(name, latencies)| (name.clone(), Distribution::from(latencies)))
+            .collect();
+        self.results.seconds = began.elapsed().as_secs_f64();
+        self.results.ratios = ratios::of(&self.results);
+        Ok(self.results)
+    }
+
+    /// Says what is being done.
+    pub fn say(&self, text: &str) {
+        eprintln!("bench: {text}");
+    }
+
+    /// Notes a round's latencies: all of them, and the median as a figure.
+    pub fn note_latencies(&mut self, name: &str, latencies: &Latencies) {
+        self.results
+            .note(&format!("{name} p50"), "µs", latencies.us_p50());
+        let all = self.latencies.entry(name.to_owned()).or_default();
+        all.add(latencies);
+    }
+
+    fn measure_floors(&mut self) -> Result<()> {
+        let (layout, count) = (self.layout.clone(), self.settings.faults);
+        for (name, waiting) in [
+            ("uffd round trip, sleeping", Waiting::Sleeping),
+            ("uffd round trip, spinning", Waiting::Spinning),
+        ] {
+            let latencies = floors::faults(&layout, waiting, count)?;
+            self.note_latencies(name, &latencies);
+        }
+        for (name, latencies) in floors::calls(&layout, count.next_multiple_of(floors::RANGE))? {
+            self.note_latencies(name, &latencies);
+        }
+        let store = Store::start(&self.program, 1)?;
+        layout::pin(store.pid(), &layout.server)?;
+        let wire = floors::wire(&layout, &store, count)?;
+        self.note_latencies("wire round trip", &wire.round_trips);
+        self.results
+            .note("wire, batched", "pages/s", wire.pages_per_second);
+        let copied = floors::copied_pages_per_second(&layout)?;
+        self.results.note("copying pages", "pages/s", copied);
+        Ok(())
+    }
+
+    /// Starts a guest on its processors.
+    pub fn guest(&self, ram_mib: u64, vcpus: usize, limit: u64) -> Result<Guest> {
+        let wish = Wish {
+            ram_mib: &[ram_mib],
+            vcpus,
+            limit,
+            servers: &[&self.server.address],
+            ..Wish::default()
+        };
+        let guest = Guest::start(&self.lab, &wish)?;
+        layout::pin(guest.vmm.pid() as u32, &self.layout.vcpu)?;
+        layout::pin(guest.backend_pid(), &self.layout.pager)?;
+        Ok(guest)
+    }
+
+    /// The right to make swap, taken when it is first asked for and kept until the end.
+    pub fn reserved_swap(&self) -> Result<&Reserved> {
+        if let Some(reserved) = self.swap.get() {
+            return Ok(reserved);
+        }
+        let reserved = Reserved::new(&self.settings.folder)?;
+        Ok(self.swap.get_or_init(|| reserved))
+    }
+}

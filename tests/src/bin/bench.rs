@@ -1,0 +1,266 @@
+//! `make bench`: what paging costs, beside what the machine makes it cost at least, and what else there
+//! is. See `outram_tests::bench`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::{Args, Parser, Subcommand};
+use outram_tests::bench::layout::Kind;
+use outram_tests::bench::results::Results;
+use outram_tests::bench::runner::{self, Memory, Order};
+use outram_tests::bench::session::{Session, Settings};
+use outram_tests::bench::workloads::catalogue;
+use outram_tests::bench::{compare, page_store, plot, report, swap};
+use outram_tests::hermetic::sandbox::{self, Side};
+use outram_tests::small_lab::LEAST;
+
+/// What paging costs, beside what the machine makes it cost at least, and what else there is
+#[derive(Parser)]
+#[command(name = "bench", max_term_width = 100)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure, print a table, and leave results and plots
+    Run(RunArguments),
+    /// Print a table of results again
+    Show {
+        /// The file that a run left
+        file: PathBuf,
+    },
+    /// Print the ratios of two runs beside each other
+    Compare {
+        /// The file of the first run
+        first: PathBuf,
+        /// The file of the second run
+        second: PathBuf,
+    },
+    /// List the workloads
+    List,
+    /// Run a workload as another process commands; started by 'run'
+    #[command(hide = true)]
+    Runner(RunnerArguments),
+    /// Keep pages for another process; started by 'run'
+    #[command(hide = true)]
+    PageStore {
+        /// How many
+        #[arg(long)]
+        pages: usize,
+    },
+}
+
+#[derive(Args)]
+struct RunArguments {
+    /// Small guests and two local ratios: some minutes
+    #[arg(long)]
+    quick: bool,
+    /// Rounds, each of which measures everything once [default: 3, quick 3]
+    #[arg(long)]
+    rounds: Option<usize>,
+    /// MiB of RAM of the guest whose faults are measured [default: 512, quick 64]
+    #[arg(long)]
+    fault_mib: Option<u64>,
+    /// Faults of each sort in each round [default: 20000, quick 4000]
+    #[arg(long)]
+    faults: Option<usize>,
+    /// MiB that a guest is tuned down by [default: 1024, quick 256]
+    #[arg(long)]
+    tune_mib: Option<u64>,
+    /// MiB of each workload's data; 0 runs none [default: 128, quick 40]
+    #[arg(long)]
+    workload_mib: Option<u64>,
+    /// Local ratios [default: 1,0.75,0.5,0.25, quick 1,0.5]
+    #[arg(long, value_delimiter = ',')]
+    local_ratios: Option<Vec<f64>>,
+    /// Run these workloads alone [default: all, quick some]
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    only: Vec<String>,
+    /// Paged memory to compare with: plain (a pager that does one page after the other), zram and
+    /// swap-file (the kernel's swap). Swap is the whole machine's while it is measured
+    #[arg(long, value_delimiter = ',', default_value = "plain,zram,swap-file")]
+    baselines: Vec<String>,
+    /// Extra work for each operation, in rounds of some 2 ns
+    #[arg(long, default_value_t = 0)]
+    compute: u32,
+    /// Seed of all that is random
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Longest time for one run of a workload, in seconds
+    #[arg(long, default_value_t = 1800)]
+    patience: u64,
+    /// Which processors run what: split (vCPU on one, pager on another, server on a third), shared
+    /// (all on one) or free
+    #[arg(long, default_value = "split")]
+    layout: Kind,
+    /// Folder for results and plots [default: target/bench]
+    #[arg(long)]
+    out: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct RunnerArguments {
+    #[arg(long)]
+    memory: Memory,
+    #[arg(long)]
+    task: String,
+    #[arg(long, value_delimiter = ',', required = true)]
+    cpus: Vec<usize>,
+    #[arg(long, requires = "store")]
+    limit_pages: Option<usize>,
+    #[arg(long)]
+    store: Option<String>,
+    #[arg(long, value_delimiter = ',')]
+    pager_cpus: Vec<usize>,
+}
+
+fn main() -> ExitCode {
+    let done = match Arguments::parse().command {
+        Command::Run(arguments) => return in_sandbox(&arguments),
+        Command::Show { file } => {
+            Results::load(&file).map(|results| print!("{}", report::text(&results)))
+        }
+        Command::Compare { first, second } => compare_files(&first, &second),
+        Command::List => {
+            for entry in catalogue() {
+                println!("{:<18}{}", entry.name, entry.summary);
+            }
+            Ok(())
+        }
+        Command::Runner(arguments) => order(arguments).and_then(|order| runner::obey(&order)),
+        Command::PageStore { pages } => page_store::serve(pages),
+    };
+    tell(done)
+}
+
+fn tell(done: Result<()>) -> ExitCode {
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn compare_files(first: &Path, second: &Path) -> Result<()> {
+    let (first, second) = (Results::load(first)?, Results::load(second)?);
+    print!("{}", compare::text(&first, &second));
+    Ok(())
+}
+
+fn order(arguments: RunnerArguments) -> Result<Order> {
+    let paging = arguments.limit_pages.zip(arguments.store);
+    Ok(Order {
+        memory: arguments.memory,
+        task: serde_json::from_str(&arguments.task).context("--task")?,
+        cpus: arguments.cpus,
+        paging: paging.map(|(limit, store)| (limit, store, arguments.pager_cpus)),
+    })
+}
+
+fn in_sandbox(arguments: &RunArguments) -> ExitCode {
+    if let Some(reason) = sandbox::obstacle_without_libvirt() {
+        eprintln!("bench: nothing can be measured here: {reason}");
+        return ExitCode::FAILURE;
+    }
+    match sandbox::enter() {
+        Ok(Side::Outside(code)) => {
+            // Swap is no namespace's: it does not go with the sandbox where that was killed.
+            if let Err(error) = swap::Reserved::new(&target()).map(drop) {
+                eprintln!("bench: {error:#}");
+            }
+            ExitCode::from(code)
+        }
+        Ok(Side::Inside) => tell(run(arguments)),
+        Err(error) => tell(Err(error.context("entering the sandbox"))),
+    }
+}
+
+/// Workloads of the quick run: those that other systems publish figures of.
+const QUICK: [&str; 7] = [
+    "sequential-write",
+    "sequential-read",
+    "random-read",
+    "kv-4k",
+    "quicksort",
+    "kmeans",
+    "pagerank",
+];
+
+/// Where results go unless said otherwise, and swap always.
+fn target() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bench")
+}
+
+fn run(arguments: &RunArguments) -> Result<()> {
+    let folder = arguments.out.clone().unwrap_or_else(target);
+    for folder in [&folder, &target()] {
+        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    }
+    let folder = folder.canonicalize()?;
+    let session = Session::new(settings(arguments)?)?;
+    let results = session.run()?;
+    results.save(&folder.join("results.json"))?;
+    print!("{}", report::text(&results));
+    let plots = plot::draw(&results, &folder)?;
+    println!(
+        "\nIn {}: results.json, {}",
+        folder.display(),
+        plots.join(", ")
+    );
+    Ok(())
+}
+
+fn settings(arguments: &RunArguments) -> Result<Settings> {
+    let quick = arguments.quick;
+    let or = |value: Option<u64>, full: u64, small: u64| {
+        value.unwrap_or(if quick { small } else { full })
+    };
+    let ratios: &[f64] = if quick {
+        &[1.0, 0.5]
+    } else {
+        &[1.0, 0.75, 0.5, 0.25]
+    };
+    let local_ratios = arguments.local_ratios.clone().unwrap_or(ratios.to_vec());
+    ensure!(
+        local_ratios
+            .iter()
+            .all(|&ratio| ratio > 0.0 && ratio <= 1.0),
+        "local ratios are above 0 and at most 1"
+    );
+    let rounds = or(arguments.rounds.map(|rounds| rounds as u64), 3, 3);
+    let faults = or(arguments.faults.map(|faults| faults as u64), 20_000, 4000);
+    ensure!(rounds > 0 && faults > 0, "at least one round of one fault");
+    let only = match arguments.only.is_empty() && quick {
+        true => QUICK.map(str::to_owned).to_vec(),
+        false => arguments.only.clone(),
+    };
+    let fault_mib = or(arguments.fault_mib, 512, 64);
+    let most = fault_mib.saturating_sub(LEAST >> 20) << 20 >> 12;
+    ensure!(
+        faults <= most,
+        "a guest of {fault_mib} MiB has no more than {most} pages elsewhere: fewer faults, or more MiB"
+    );
+    Ok(Settings {
+        quick,
+        rounds: rounds as usize,
+        fault_mib,
+        faults: faults as usize,
+        tune_mib: or(arguments.tune_mib, 1024, 256),
+        workload_mib: or(arguments.workload_mib, 128, 40),
+        local_ratios,
+        only,
+        compute: arguments.compute,
+        seed: arguments.seed,
+        patience: Duration::from_secs(arguments.patience),
+        layout: arguments.layout,
+        baselines: arguments.baselines.clone(),
+        folder: target().canonicalize()?,
+    })
+}

@@ -1,0 +1,45 @@
+//! Questions to a backend, on its control socket.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use outram_wire::control::{
+    CONTROL_VERSION, Envelope, Reply, Request, Status, read_frame, write_frame,
+};
+
+use super::LONG;
+
+/// A connection to a backend's control socket.
+pub struct Control(UnixStream);
+
+impl Control {
+    pub(super) fn open(dir: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(dir.join("control.sock"))?;
+        stream.set_read_timeout(Some(LONG))?;
+        Ok(Self(stream))
+    }
+
+    /// Asks something.
+    pub fn ask(&mut self, request: Request) -> Result<Reply> {
+        let version = CONTROL_VERSION;
+        write_frame(&mut self.0, &Envelope { version, request })?;
+        read_frame(&mut self.0)?.context("the backend closed the connection")
+    }
+
+    /// Asks something that must be done.
+    pub fn order(&mut self, request: Request) -> Result<()> {
+        match self.ask(request)? {
+            Reply::Done => Ok(()),
+            other => bail!("not done: {other:?}"),
+        }
+    }
+
+    /// How the guest is.
+    pub fn status(&mut self) -> Result<Status> {
+        match self.ask(Request::Status)? {
+            Reply::Status(status) => Ok(*status),
+            other => bail!("expected a status, not {other:?}"),
+        }
+    }
+}
