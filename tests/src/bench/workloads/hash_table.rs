@@ -129,21 +129,22 @@ impl HashTable {
     }
 
     /// The slot that has this key, or else the empty one where it belongs.
+    ///
+    /// # Panics
+    ///
+    /// If there is neither, which there always is in memory that holds what was written to it.
     fn probe(&self, memory: &[u64], key: &[u64]) -> usize {
         let hash = hash(key);
-        let mut place = below(hash, self.slots);
-        loop {
+        let first = below(hash, self.slots);
+        let ends_here = |&place: &usize| {
             let slot = memory[place];
             let same = slot >> OFFSET_BITS << OFFSET_BITS == tag(hash);
-            if slot == 0 || same && Item::load(memory, slot).key(memory) == key {
-                return place;
-            }
-            place = if place + 1 == self.slots {
-                0
-            } else {
-                place + 1
-            };
-        }
+            slot == 0 || same && Item::load(memory, slot).key(memory) == key
+        };
+        (first..self.slots)
+            .chain(0..first)
+            .find(ends_here)
+            .expect("the index has empty slots, or its memory was changed")
     }
 }
 

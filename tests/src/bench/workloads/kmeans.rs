@@ -22,6 +22,14 @@ pub(super) struct KMeans {
 /// By coordinate, then by cluster: all clusters' distances are summed up side by side.
 type Centroids = [[f64; CLUSTERS]; DIMENSIONS];
 
+/// What a round came to.
+struct Round {
+    /// The sum of the squared distances to the nearest centroids, before these moved.
+    inertia: f64,
+    /// How many points have another label than before: where none has, k-means has converged.
+    relabelled: u64,
+}
+
 impl KMeans {
     pub(super) fn new(parameters: &Parameters) -> Self {
         Self {
@@ -76,8 +84,8 @@ impl Workload for KMeans {
         let mut centroids = self.first_centroids(points);
         let mut checksum = 0;
         for _ in 0..ROUNDS {
-            let inertia = improve(points, labels, &mut centroids);
-            checksum = fold(checksum, inertia.to_bits());
+            let round = improve(points, labels, &mut centroids);
+            checksum = fold(fold(checksum, round.inertia.to_bits()), round.relabelled);
         }
         let coordinates = centroids.as_flattened().iter();
         Outcome {
@@ -87,16 +95,20 @@ impl Workload for KMeans {
     }
 }
 
-/// One round: labels every point with the nearest centroid, moves each centroid to the mean of its
-/// points, and gives the inertia: the sum of the squared distances before the move.
-fn improve(points: &[u64], labels: &mut [u64], centroids: &mut Centroids) -> f64 {
+/// One round: labels every point with the nearest centroid, and moves each centroid to the mean of
+/// its points.
+fn improve(points: &[u64], labels: &mut [u64], centroids: &mut Centroids) -> Round {
     let mut sums = [[0.0; DIMENSIONS]; CLUSTERS];
     let mut counts = [0u64; CLUSTERS];
-    let mut inertia = 0.0;
+    let mut round = Round {
+        inertia: 0.0,
+        relabelled: 0,
+    };
     for (index, label) in labels.iter_mut().enumerate() {
         let point = point(points, index);
         let (cluster, distance) = nearest(&point, centroids);
-        inertia += distance;
+        round.inertia += distance;
+        round.relabelled += u64::from(*label != cluster as u64);
         *label = cluster as u64;
         counts[cluster] += 1;
         for (sum, coordinate) in sums[cluster].iter_mut().zip(point) {
@@ -111,7 +123,7 @@ fn improve(points: &[u64], labels: &mut [u64], centroids: &mut Centroids) -> f64
             }
         }
     }
-    inertia
+    round
 }
 
 /// The nearest centroid's cluster, and the squared distance to it.
@@ -157,7 +169,7 @@ mod tests {
         let (points, labels) = kmeans.parts(&mut memory);
         let mut centroids = kmeans.first_centroids(points);
         let inertias: Vec<f64> = (0..30)
-            .map(|_| improve(points, labels, &mut centroids))
+            .map(|_| improve(points, labels, &mut centroids).inertia)
             .collect();
         // Rounding alone may raise it.
         let falls = |two: &[f64]| two[1] <= two[0] * (1.0 + 1e-12);
@@ -196,9 +208,11 @@ mod tests {
         let points = [1f64.to_bits(); 2 * DIMENSIONS];
         let mut centroids = [[9.0; CLUSTERS]; DIMENSIONS];
         centroids.iter_mut().for_each(|row| row[3] = 2.0);
-        let mut labels = [7; 2];
-        let inertia = improve(&points, &mut labels, &mut centroids);
-        assert_eq!((inertia, labels), (2.0 * DIMENSIONS as f64, [3, 3]));
+        let mut labels = [7, 3];
+        let round = improve(&points, &mut labels, &mut centroids);
+        assert_eq!((round.inertia, labels), (2.0 * DIMENSIONS as f64, [3, 3]));
+        assert_eq!(round.relabelled, 1);
+        assert_eq!(improve(&points, &mut labels, &mut centroids).relabelled, 0);
         assert_eq!((centroids[0][3], centroids[0][4]), (1.0, 9.0));
     }
 }

@@ -64,7 +64,7 @@ pub struct Parameters {
     pub bytes: usize,
     /// Determines the data and the order in which they are used.
     pub seed: u64,
-    /// Extra work for each operation, in rounds of SplitMix64 of some 2 ns each; 0 is none. The
+    /// Extra work for each operation, in rounds of SplitMix64 of some 4 ns each; 0 is none. The
     /// sweep of AIFM (Ruan et al., OSDI 2020): the more a program computes between accesses, the
     /// less it sees of far memory. Honoured where an entry says so.
     pub compute: u32,

@@ -109,6 +109,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn parts_in_each_others_place_are_another_checksum() {
+        let mut stream = Stream::new(&Parameters {
+            bytes: 1 << 20,
+            seed: 9,
+            compute: 0,
+        });
+        let mut memory = vec![0; stream.footprint() / 8];
+        stream.prepare(&mut memory);
+        let checksum = stream.run(&mut memory).checksum;
+        stream.prepare(&mut memory);
+        let (one, other) = memory.split_at_mut(CHUNK);
+        one.swap_with_slice(&mut other[..CHUNK]);
+        assert_ne!(stream.run(&mut memory).checksum, checksum);
+    }
+
+    #[test]
     fn the_arrays_hold_what_the_kernels_come_to() {
         let mut stream = Stream::new(&Parameters {
             bytes: 1 << 20,
