@@ -48,27 +48,15 @@ impl Boot {
     }
 }
 
-/// Memory of which nothing lies at 4 GiB and above: from 2816 MiB on, this machine type puts a part there.
-/// With such a part, emulated SVM goes wrong within minutes (QEMU 7.2 and 10.0): guests of KVM were found
-/// with registers of their host, and hosts died of a page fault right behind VMRUN.
-pub const MOST_MIB: u32 = 2800;
-
-/// A clock that ticks by itself. Emulated SVM loses an interrupt now and then (it changes what a processor
-/// is asked for without a lock): where that was a timer that is set anew each time it fires, the processor
-/// slept for good.
-const PERIODIC: &str = "nohz=off highres=off";
-
 /// A guest as it is wanted.
 #[derive(Clone, Copy, Debug)]
 pub struct LabGuest {
     /// How it boots.
     pub boot: Boot,
-    /// Its memory; half of it and more may go to the overlay. [`MOST_MIB`] at most where it runs guests.
+    /// Its memory; half of it and more may go to the overlay.
     pub memory_mib: u32,
     /// Its processors.
     pub vcpus: u32,
-    /// Whether KVM is to run guests in it. Its timers are coarser then, by milliseconds.
-    pub runs_guests: bool,
 }
 
 /// Ends QEMU with its owner's scope.
@@ -159,9 +147,8 @@ impl LabGuest {
             (Boot::Systemd | Boot::Plain, None) => Vec::new(),
         };
         let words = format!(
-            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off {} {}",
-            self.boot.words(),
-            if self.runs_guests { PERIODIC } else { "" },
+            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off {}",
+            self.boot.words()
         );
         let folder = |id: &str, path: &str, more: &str| {
             format!("local,id={id},path={path},security_model=none,multidevs=remap{more}")

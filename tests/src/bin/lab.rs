@@ -13,8 +13,8 @@ use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest};
 #[derive(Parser)]
 #[command(name = "lab")]
 struct Options {
-    /// Memory in MiB; with more than the default, KVM in it goes wrong
-    #[arg(long, default_value_t = lab_guest::MOST_MIB)]
+    /// Memory in MiB
+    #[arg(long, default_value_t = 4096)]
     memory: u32,
     /// Processors
     #[arg(long, default_value_t = 2)]
@@ -44,7 +44,6 @@ fn main() -> Result<ExitCode> {
         boot: Boot::Plain,
         memory_mib: options.memory,
         vcpus: options.vcpus,
-        runs_guests: true,
     };
     Ok(ExitCode::from(guest.run_here(&images, &share)?))
 }

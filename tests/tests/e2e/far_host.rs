@@ -35,7 +35,6 @@ const OTHER: LabGuest = LabGuest {
     boot: Boot::Plain,
     memory_mib: 1024,
     vcpus: 1,
-    runs_guests: false,
 };
 
 /// How long it may all take.

@@ -26,9 +26,8 @@ pub(crate) const TESTS: &[Test] = &[("live_migration_under_kvm", |_| {
 /// Memory for the guest within, twice while it moves, what it has at the memory server, programs.
 pub(crate) const GUEST: LabGuest = LabGuest {
     boot: Boot::Plain,
-    memory_mib: lab_guest::MOST_MIB,
+    memory_mib: 3072,
     vcpus: 2,
-    runs_guests: true,
 };
 
 /// RAM of a guest within, where a fault costs a millisecond and more. One of 160 MiB, 80 of them local,
@@ -50,11 +49,6 @@ pub(crate) const SHOWN: &str = "shown: ";
 /// Runs a test of this program in the lab guest, which boots this kernel, where that is asked for.
 pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
     demand_wanted()?;
-    always_under_kvm(test, kernel, limit)
-}
-
-/// The same, asked for or not.
-pub(crate) fn always_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
     let images = lab_guest::build(top(), kernel)?;
     // Private to the sandbox: gone with it, however that ends.
     let share = tempfile::tempdir_in("/run")?;

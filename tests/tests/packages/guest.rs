@@ -25,7 +25,6 @@ const GUEST: LabGuest = LabGuest {
     boot: Boot::Systemd,
     memory_mib: 2048,
     vcpus: 2,
-    runs_guests: true,
 };
 
 /// Asks for guests of KVM, here and in the end-to-end tests.

@@ -45,7 +45,6 @@ const MACHINE: LabGuest = LabGuest {
     boot: Boot::Memory,
     memory_mib: 1024,
     vcpus: 2,
-    runs_guests: false,
 };
 
 /// Longest that the whole may take, sleep included.

@@ -30,7 +30,6 @@ const GUEST: LabGuest = LabGuest {
     boot: Boot::Plain,
     memory_mib: 1536,
     vcpus: 2,
-    runs_guests: false,
 };
 
 /// How long all tests may take together: on a busy machine they add up to ten minutes.
