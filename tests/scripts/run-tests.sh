@@ -19,7 +19,7 @@ give_up() { # what failed: counted, so that the closing line tells
 # The guests of the end-to-end tests, one after another, keep one processor busy, and have it before the
 # other tests, which run beside them with whatever is left.
 run_lanes() {
-  local e2e status
+  local status
   set -m   # a process group of its own, so that all of it can be ended
   (set -o pipefail; cargo test --workspace --no-fail-fast --test e2e 2>&1 | tee "$e2e_log" | sed -u 's/^/e2e: /') &
   e2e=$!
@@ -27,7 +27,9 @@ run_lanes() {
   trap 'kill -- "-$e2e" 2>/dev/null' EXIT
   OUTRAM_E2E_BESIDE=1 nice -n 10 cargo test --workspace --no-fail-fast 2>&1 | tee "$log"
   status=${PIPESTATUS[0]}
-  wait "$e2e" && return "$status"
+  wait "$e2e" || status=$?
+  trap - EXIT   # its number may be another's by now
+  return "$status"
 }
 
 # In a function, so that bash has read all of it before it starts: the file may change meanwhile.
