@@ -27,11 +27,9 @@ use crate::metrics::Metrics;
 /// How long a stopping server waits for its threads.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often the certificates' files are looked at: whoever renews them hardly waits for longer.
-const LOOK_AT_CERTIFICATES: Duration = Duration::from_secs(1);
-
-/// How often devices are: whoever removes one may have to wait for so long.
-const LOOK_AT_DEVICES: Duration = Duration::from_secs(1);
+/// How often the certificates' files and the devices are looked at: whoever renews them hardly waits for
+/// longer, and whoever removes a device may have to wait for so long.
+const LOOK_AROUND: Duration = Duration::from_secs(1);
 
 /// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
@@ -269,14 +267,10 @@ fn keep_time(hall: &Hall, stop: &EventFd) {
     let tick = tick.clamp(Duration::from_millis(10), Duration::from_secs(1));
     let tick = PollTimeout::try_from(tick).unwrap_or(PollTimeout::MAX);
     let mut looked_at = Instant::now();
-    let mut looked_at_devices = looked_at;
     while wait_or_stop(None, stop, tick) {
-        if looked_at.elapsed() >= LOOK_AT_CERTIFICATES {
+        if looked_at.elapsed() >= LOOK_AROUND {
             looked_at = Instant::now();
             hall.refresh_identity();
-        }
-        if looked_at_devices.elapsed() >= LOOK_AT_DEVICES {
-            looked_at_devices = Instant::now();
             for holder in hall.desk.ledger.withdraw_verbs() {
                 tracing::warn!(%holder, "its RDMA device is being removed: its client connects anew");
             }

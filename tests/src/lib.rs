@@ -5,3 +5,5 @@ pub mod hermetic;
 pub mod lab_guest;
 pub mod small_lab;
 pub mod small_vmm;
+
+mod split_mix;

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::usage::ThreadUsage;
 use super::workloads::{Entry, Parameters, Workload, catalogue};
+use crate::split_mix::GOLDEN;
 
 /// Which workload, and how large.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -153,7 +154,7 @@ impl Subject {
 /// Follows from every bit of the memory and its place.
 fn digest(memory: &[u64]) -> u64 {
     memory.iter().fold(memory.len() as u64, |digest, word| {
-        (digest.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        (digest.rotate_left(5) ^ word).wrapping_mul(GOLDEN)
     })
 }
 

@@ -85,7 +85,7 @@ struct RunArguments {
     /// swap-file (the kernel's swap). Swap is the whole machine's while it is measured
     #[arg(long, value_delimiter = ',', default_value = "plain,zram,swap-file")]
     baselines: Vec<String>,
-    /// Extra work for each operation, in rounds of some 2 ns
+    /// Extra work for each operation, in rounds of some 4 ns
     #[arg(long, default_value_t = 0)]
     compute: u32,
     /// Seed of all that is random

@@ -11,8 +11,8 @@ use outram_wire::units::PAGE_SIZE;
 use serde_json::{Value, json};
 
 use super::disk::{Descriptor, NEXT, Rings, SharedRings, WRITE};
-use super::pattern::Random;
 use super::ram::Ram;
+use crate::split_mix::SplitMix;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 const SECTOR: u64 = 512;
@@ -91,7 +91,7 @@ impl DiskLoad {
             asked: None,
         };
         let mut slots: Vec<Slot> = (0..u64::from(self.depth)).map(slot).collect();
-        let mut random = Random(self.seed);
+        let mut random = SplitMix(self.seed);
         let mut tally = Tally::default();
         let zeroes = Wanted {
             kind: WRITE_ZEROES,
@@ -155,7 +155,7 @@ impl DiskLoad {
                 if slot.asked.is_none()
                     && let Some(wanted) = next(number)
                 {
-                    let mut contents = Random(self.seed ^ tally.requests << 16 ^ number as u64);
+                    let mut contents = SplitMix(self.seed ^ tally.requests << 16 ^ number as u64);
                     self.ask(ram, &mut held, (number, slot), wanted, &mut contents)?;
                 }
                 if let Some((wanted, since)) = &slot.asked {
@@ -185,7 +185,7 @@ impl DiskLoad {
         rings: &mut MutexGuard<'_, Rings>,
         (number, slot): (usize, &mut Slot),
         wanted: Wanted,
-        random: &mut Random,
+        random: &mut SplitMix,
     ) -> Result<()> {
         let header = self.header(number);
         let (data, status) = (header + PAGE, header + 16);
@@ -264,7 +264,7 @@ impl DiskLoad {
 }
 
 /// A request of a slot with so many sectors: whole blocks as often as parts.
-fn pick(random: &mut Random, sectors: u64) -> Wanted {
+fn pick(random: &mut SplitMix, sectors: u64) -> Wanted {
     let unit = if random.next().is_multiple_of(2) {
         1
     } else {

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use vm_memory::{Bytes, ReadVolatile, VolatileSlice, WriteVolatile};
 
 use super::ram::{Block, Ram};
+use crate::split_mix::{GOLDEN, SplitMix};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 pub(super) const WORDS: usize = PAGE_SIZE / 8;
@@ -104,7 +105,7 @@ impl Stretch {
         let started = Instant::now();
         let duration = Duration::try_from_secs_f64(seconds)?;
         let mut tally = Tally::default();
-        let mut random = Random(seed);
+        let mut random = SplitMix(seed);
         let threshold = (write_share.clamp(0.0, 1.0) * f64::from(u32::MAX)) as u64;
         while started.elapsed() < duration {
             let index = (random.next() % self.pages.len() as u64) as usize;
@@ -234,35 +235,20 @@ fn matches(slice: &VolatileSlice<'_>, page: u64, version: u32) -> Result<bool> {
 }
 
 pub(super) fn key(page: u64, version: u32) -> u64 {
-    Random(page << 32 ^ u64::from(version)).next()
+    SplitMix(page << 32 ^ u64::from(version)).next()
 }
 
-/// Odd, so that it can be taken back: the golden ratio in 64 bits.
-const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
-/// `SPREAD * UNSPREAD == 1` in 64 bits.
+/// `GOLDEN * UNSPREAD == 1` in 64 bits: words can be taken back.
 const UNSPREAD: u64 = 0xf1de_83e1_9937_733d;
-const _: () = assert!(SPREAD.wrapping_mul(UNSPREAD) == 1);
+const _: () = assert!(GOLDEN.wrapping_mul(UNSPREAD) == 1);
 
 pub(super) fn expected(key: u64, word: usize) -> u64 {
-    key.wrapping_add(word as u64).wrapping_mul(SPREAD)
+    key.wrapping_add(word as u64).wrapping_mul(GOLDEN)
 }
 
 /// The key whose `word`th word this is.
 pub(super) fn key_of(found: u64, word: usize) -> u64 {
     found.wrapping_mul(UNSPREAD).wrapping_sub(word as u64)
-}
-
-/// SplitMix64 (Steele, Lea, Flood 2014): small, and any seed will do.
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
 }
 
 #[cfg(test)]

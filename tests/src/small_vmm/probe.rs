@@ -7,11 +7,12 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use vm_memory::Bytes;
 
-use super::pattern::{Random, Stretch};
+use super::pattern::Stretch;
 use super::ram::Ram;
 use crate::bench::phase::{Subject, Task};
 use crate::bench::statistics::Latencies;
 use crate::bench::usage::ThreadUsage;
+use crate::split_mix::SplitMix;
 
 /// Reads a word each of at most `count` pages that are not in the memfd, in random order.
 pub(super) fn absent(stretch: &Stretch, count: u64, seed: u64) -> Result<Value> {
@@ -45,7 +46,7 @@ pub(super) fn absent(stretch: &Stretch, count: u64, seed: u64) -> Result<Value> 
 
 /// Fisher and Yates's shuffle.
 fn shuffle<T>(items: &mut [T], seed: u64) {
-    let mut random = Random(seed);
+    let mut random = SplitMix(seed);
     for last in (1..items.len()).rev() {
         items.swap(last, (random.next() % (last as u64 + 1)) as usize);
     }

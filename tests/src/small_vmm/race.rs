@@ -12,8 +12,9 @@ use outram_wire::units::PAGE_SIZE;
 use serde_json::{Value, json};
 use vm_memory::Bytes;
 
-use super::pattern::{Random, Stretch, WORDS, expected, key, key_of};
+use super::pattern::{Stretch, WORDS, expected, key, key_of};
 use super::ram::{Block, Ram};
+use crate::split_mix::SplitMix;
 
 /// Pages that are discarded together at most: QEMU's balloon gives single ones, free-page reporting
 /// runs.
@@ -142,7 +143,7 @@ impl<'a> Race<'a> {
     }
 
     fn write(&self, writer: u64, players: &Players) -> Result<()> {
-        let mut random = Random(writer);
+        let mut random = SplitMix(writer);
         let own = self.pages.len() as u64 / players.writers;
         let result = (0..players.rounds).try_for_each(|_| {
             let index = random.next() % own * players.writers + writer;
@@ -160,7 +161,7 @@ impl<'a> Race<'a> {
 
     /// Does something to random runs of pages until the writers have ended.
     fn repeat(&self, seed: u64, act: impl Fn(&Self, u64, u64) -> Result<()>) -> Result<()> {
-        let mut random = Random(1 << 32 | seed);
+        let mut random = SplitMix(1 << 32 | seed);
         let pages = self.pages.len() as u64;
         while self.writers_left.load(Ordering::SeqCst) > 0 && !self.failed.load(Ordering::SeqCst) {
             let index = random.next() % pages;

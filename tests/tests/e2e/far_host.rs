@@ -16,6 +16,7 @@ use outram_tests::hermetic::sandbox;
 use outram_tests::hermetic::server::sample;
 use outram_tests::hermetic::suite::need;
 use outram_tests::lab_guest::{self, Boot, Cable, Kernel, LabGuest};
+use outram_tests::small_lab::PAGE;
 use outram_wire::control::Status;
 
 use crate::Test;
@@ -180,7 +181,7 @@ fn attached(lab: &Lab, scheme: &str, transport: &str) -> Result<()> {
         let server = server_seconds()? - server;
         let (fetched, written) = (
             // Also those that nobody had waited for.
-            (after.counters.wire_received_bytes - before.counters.wire_received_bytes) / 4096,
+            (after.counters.wire_received_bytes - before.counters.wire_received_bytes) / PAGE,
             after.counters.writeback_pages - before.counters.writeback_pages,
         );
         ensure!(

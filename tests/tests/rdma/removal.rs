@@ -73,12 +73,17 @@ fn waits(lab: &Lab) -> Result<()> {
             && status.waiting_faults > 0
             && detail(status).contains("no RDMA device can be used")
     })?;
+    goes_on_once_added(&mut guest, &device, sent)?;
+    guest.end(&[&server])
+}
+
+/// What waits is answered when the device is there again, and not before.
+fn goes_on_once_added(guest: &mut Guest, device: &SoftRoce, sent: u64) -> Result<()> {
     guest.demand_silence(sent)?;
     device.add()?;
     demand_sound(&guest.answer(sent)?)?;
-    verify_all(&mut guest)?;
-    demand_transport(&guest, "RDMA (rxe0)")?;
-    guest.end(&[&server])
+    verify_all(guest)?;
+    demand_transport(guest, "RDMA (rxe0)")
 }
 
 /// A guest is refused in words where there is no RDMA when it starts; one that is there is kept.
@@ -104,11 +109,7 @@ fn started_again(lab: &Lab) -> Result<()> {
     guest.wait_status("the wait to be told", |status| {
         status.phase == Phase::Stalled && detail(status).contains("RDMA fails")
     })?;
-    guest.demand_silence(sent)?;
-    device.add()?;
-    demand_sound(&guest.answer(sent)?)?;
-    verify_all(&mut guest)?;
-    demand_transport(&guest, "RDMA (rxe0)")?;
+    goes_on_once_added(&mut guest, &device, sent)?;
     guest.connect()?;
     guest.end(&[&server])
 }

@@ -51,15 +51,13 @@ pub(super) fn wait_ready<'a>(
         Err(rustix::io::Errno::INTR) => return Ok(Ready::default()),
         Err(errno) => return Err(errno.into()),
     }
-    let mut number = 0;
-    servers.retain(|_| {
-        number += 1;
-        !fds[own.len() + number - 1].revents().is_empty()
-    });
-    let is_ready = |number: &usize| !fds[*number].revents().is_empty();
-    let own = (0..own.len()).filter(is_ready);
+    let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+    let (own, conns) = fds.split_at(own.len());
+    let mut conns = conns.iter();
+    servers.retain(|_| conns.next().is_some_and(is_ready));
+    let own = own.iter().rev();
     Ok(Ready {
-        own: own.fold(0, |bits, number| bits | 1 << number),
+        own: own.fold(0, |bits, fd| bits << 1 | u32::from(is_ready(fd))),
         servers,
     })
 }

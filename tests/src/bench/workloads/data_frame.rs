@@ -200,8 +200,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn queries_answer_as_rows_by_themselves_do() {
+    fn prepared() -> (DataFrame, Vec<u64>) {
         let mut frame = DataFrame::new(&Parameters {
             bytes: 1 << 20,
             seed: 10,
@@ -209,6 +208,12 @@ mod tests {
         });
         let mut memory = vec![0; frame.footprint() / 8];
         frame.prepare(&mut memory);
+        (frame, memory)
+    }
+
+    #[test]
+    fn queries_answer_as_rows_by_themselves_do() {
+        let (frame, mut memory) = prepared();
         let mut columns = frame.columns(&mut memory);
         let speeds = speeds_by_hour(&mut columns);
         let columns = columns;
@@ -235,13 +240,7 @@ mod tests {
 
     #[test]
     fn trips_are_as_trips_are() {
-        let mut frame = DataFrame::new(&Parameters {
-            bytes: 1 << 20,
-            seed: 10,
-            compute: 0,
-        });
-        let mut memory = vec![0; frame.footprint() / 8];
-        frame.prepare(&mut memory);
+        let (frame, mut memory) = prepared();
         let columns = frame.columns(&mut memory);
         assert!(columns.began.is_sorted() && columns.began[frame.rows - 1] < SECONDS);
         assert!(columns.zone.iter().all(|&zone| zone < ZONES as u64));

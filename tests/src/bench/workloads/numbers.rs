@@ -1,15 +1,8 @@
 //! Numbers that a seed determines.
 
-/// The golden ratio in 64 bits, which is odd.
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+use crate::split_mix::{GOLDEN, SplitMix};
 
-/// SplitMix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
-/// 2014): a permutation of the words in which every input bit reaches every output bit.
-pub(super) fn mix(word: u64) -> u64 {
-    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
-}
+pub(super) use crate::split_mix::mix;
 
 /// The `index`th number of SplitMix64 with this seed.
 pub(super) fn numbered(seed: u64, index: u64) -> u64 {
@@ -37,20 +30,17 @@ pub(super) fn compute(word: u64, units: u32) -> u64 {
     (0..units).fold(word, |word, _| mix(word.wrapping_add(GOLDEN)))
 }
 
-/// SplitMix64 itself.
+/// SplitMix64 itself, from a mixed seed.
 #[derive(Clone, Debug)]
-pub(super) struct Random {
-    state: u64,
-}
+pub(super) struct Random(SplitMix);
 
 impl Random {
     pub(super) fn new(seed: u64) -> Self {
-        Self { state: mix(seed) }
+        Self(SplitMix(mix(seed)))
     }
 
     pub(super) fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(GOLDEN);
-        mix(self.state)
+        self.0.next()
     }
 
     /// A number below `end`.

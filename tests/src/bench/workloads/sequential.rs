@@ -3,13 +3,13 @@
 //! Every word differs from its neighbours, so that no page is one value over and over.
 
 use super::{Outcome, Parameters, Workload};
+use crate::split_mix::GOLDEN;
 
 const PAGE_BYTES: usize = 4096;
-/// Odd, so that no two words of a memory are alike: the golden ratio in 64 bits.
-const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
+/// No two words of a memory are alike, for the factor is odd.
 fn word(seed: u64, index: usize) -> u64 {
-    (seed ^ index as u64).wrapping_add(1).wrapping_mul(SPREAD)
+    (seed ^ index as u64).wrapping_add(1).wrapping_mul(GOLDEN)
 }
 
 fn fold(checksum: u64, word: u64) -> u64 {

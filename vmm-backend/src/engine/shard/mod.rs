@@ -361,7 +361,7 @@ impl<P: Ports> Shard<P> {
         }
         self.shared.stats.refused_reads.count();
         if attempt + 1 < FETCH_ATTEMPTS {
-            let _ = self.start_fetch(page, entry, attempt + 1, pending);
+            self.start_fetch(page, entry, attempt + 1, pending);
         } else {
             self.shared.stats.integrity_failures.count();
             self.shared.budget.release(1);

@@ -67,7 +67,7 @@ impl<P: Ports> Shard<P> {
             };
             self.moving.insert(page, ticket);
             let pending = Pending::new(None, self.ports.now_us());
-            let _ = self.start_fetch(page, entry, 0, pending);
+            self.start_fetch(page, entry, 0, pending);
         }
     }
 
