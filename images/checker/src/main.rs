@@ -19,14 +19,14 @@
 //! | `swap-on`, `swap` | `SWAP size_kib=… used_kib=…`: the disk made a swap device; how full it is |
 //! | `fs-make`, `fs-write FILES VERSION`, `fs-verify FILES VERSION`, `fs-remove FILES` | `FS …` |
 //! | `bare-write MIB VERSION`, `bare-verify MIB VERSION`, `bare-clear discard` | `BARE …` |
-//! | `port-pages N`, `port-pass` | `PORT pages=…`, `PORT pages=… wrong=…`: pages through an I/O port |
+//! | `mmio-pages N`, `mmio-pass` | `MMIO pages=…`, `MMIO pages=… wrong=…`: pages to and from where no memory is |
 //! | `meminfo` | `MEMINFO …` |
 //! | `poweroff`, `reboot` | the guest ends or starts again |
 
 mod arena;
 mod disk;
+mod mmio;
 mod pattern;
-mod ports;
 mod volume;
 
 use std::io::{self, BufRead};
@@ -53,7 +53,7 @@ struct Agent {
     memory: Memory,
     tally: Arc<Tally>,
     workers: usize,
-    port_pages: Option<ports::Pages>,
+    mmio_pages: Option<mmio::Pages>,
 }
 
 fn main() {
@@ -61,7 +61,7 @@ fn main() {
         memory: Memory::Idle(Vec::new()),
         tally: Arc::new(Tally::default()),
         workers: thread::available_parallelism().map_or(1, usize::from),
-        port_pages: None,
+        mmio_pages: None,
     };
     println!(
         "READY ram_kib={} workers={}",
@@ -161,8 +161,8 @@ impl Agent {
             "bare-write" => two(first, words.next()).and_then(|(n, v)| volume::write_bare(n, v)),
             "bare-verify" => two(first, words.next()).and_then(|(n, v)| volume::verify_bare(n, v)),
             "bare-clear" => volume::clear(first.unwrap_or("")),
-            "port-pages" => number(first, "pages").map(|pages| self.fill_port_pages(pages)),
-            "port-pass" => self.pass_through_port(),
+            "mmio-pages" => number(first, "pages").map(|pages| self.fill_mmio_pages(pages)),
+            "mmio-pass" => self.pass_mmio_pages(),
             "meminfo" => meminfo(),
             "poweroff" | "reboot" => end(command),
             other => Err(format!("unknown command '{other}'")),
@@ -319,17 +319,15 @@ impl Agent {
         Ok("BROKEN".to_owned())
     }
 
-    fn fill_port_pages(&mut self, pages: u64) -> String {
-        self.port_pages = Some(ports::Pages::filled(pages as usize));
-        format!("PORT pages={pages}")
+    fn fill_mmio_pages(&mut self, pages: u64) -> String {
+        self.mmio_pages = Some(mmio::Pages::filled(pages as usize));
+        format!("MMIO pages={pages}")
     }
 
-    fn pass_through_port(&mut self) -> Result<String, String> {
-        let pages = self.port_pages.as_mut().ok_or("port-pages comes first")?;
-        let wrong = pages
-            .pass_through_port()
-            .map_err(|error| error.to_string())?;
-        Ok(format!("PORT pages={} wrong={wrong}", pages.len()))
+    fn pass_mmio_pages(&mut self) -> Result<String, String> {
+        let pages = self.mmio_pages.as_mut().ok_or("mmio-pages comes first")?;
+        let wrong = pages.pass().map_err(|error| error.to_string())?;
+        Ok(format!("MMIO pages={} wrong={wrong}", pages.len()))
     }
 
     fn read_disk(&mut self, count: u64) -> Result<String, String> {

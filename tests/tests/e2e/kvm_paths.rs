@@ -28,14 +28,14 @@ pub(crate) const TESTS: &[Test] = &[(NAME, |lab| match Acceleration::wanted() {
 const LIMIT: Duration = Duration::from_secs(900);
 
 /// The smallest that boots well: each page of it costs a millisecond or more in the lab guest.
-const RAM_MIB: u64 = 128;
+const RAM_MIB: u64 = 160;
 
 /// Share of it that the checker has, in per cent, and what is left of all of it to be local.
 const SHARE: u64 = 35;
-const LEFT: &str = "40MiB";
+const LEFT: &str = "48MiB";
 
 /// Pages that are written from, by instructions that the kernel carries out; as many are read into.
-const PORT_PAGES: u64 = 256;
+const MMIO_PAGES: u64 = 256;
 
 fn every_path(lab: &Lab) -> Result<()> {
     let server = lab.server("512MiB")?;
@@ -44,11 +44,11 @@ fn every_path(lab: &Lab) -> Result<()> {
     let mut console = guest.boot()?;
     let waits = AsyncFaults::watch();
 
-    console.ask(&format!("port-pages {PORT_PAGES}"), "PORT", LONG)?;
+    console.ask(&format!("mmio-pages {MMIO_PAGES}"), "MMIO", LONG)?;
     fill_and_work(&mut console)?;
     lab.tune(&guest, &["--local", LEFT])?;
     wait_under_limit(&guest)?;
-    port(&guest, &mut console)?;
+    mmio(&guest, &mut console)?;
     let report = console.ask("disk-read 50", "DISK", LONG)?;
     ensure!(
         report.get("errors")? == 0 && report.get("mismatches")? == 0,
@@ -80,21 +80,21 @@ fn verify(console: &mut Console) -> Result<()> {
 }
 
 /// The pages were used last before all others: they are elsewhere.
-fn port(guest: &Guest, console: &mut Console) -> Result<()> {
+fn mmio(guest: &Guest, console: &mut Console) -> Result<()> {
     let faults = || -> Result<u64> {
         let counters = guest.status()?.counters;
         Ok(counters.faults_remote + counters.faults_staged)
     };
     let before = faults()?;
-    let report = console.ask("port-pass", "PORT", LONG)?;
+    let report = console.ask("mmio-pass", "MMIO", LONG)?;
     ensure!(
-        report.get("pages")? == PORT_PAGES && report.get("wrong")? == 0,
+        report.get("pages")? == MMIO_PAGES && report.get("wrong")? == 0,
         "what the kernel read or wrote for the guest was wrong: {}",
         report.line
     );
     let faulted = faults()? - before;
     ensure!(
-        faulted >= PORT_PAGES,
+        faulted >= MMIO_PAGES,
         "{faulted} faults: most pages were local, so nothing was shown"
     );
     Ok(())
