@@ -64,10 +64,41 @@ fn without_room_to_spare_nothing_is_fetched_ahead() {
     for page in 20..28 {
         bench.store_remotely(page, 1);
     }
-    bench.shared.budget.set_limit(2);
+    // The third is the reserve's.
+    bench.shared.budget.set_limit(3);
     bench.fault(20, READ);
     bench.fault(21, READ);
     assert_eq!(asked(&mut bench), [(20, false), (21, false)]);
+}
+
+#[test]
+fn a_page_that_is_on_its_way_is_not_asked_for_again() {
+    let mut bench = Bench::new();
+    for page in 20..28 {
+        bench.store_remotely(page, 1);
+    }
+    for page in [23, 20, 21] {
+        bench.fault(page, READ);
+    }
+    let behind = [(22, true), (24, true), (25, true)];
+    assert_eq!(asked(&mut bench)[3..], behind);
+}
+
+#[test]
+fn pages_behind_stores_are_put_in_place_to_be_stored_to() {
+    let mut bench = Bench::new();
+    for page in 20..28 {
+        bench.store_remotely(page, page as u8);
+    }
+    bench.fault(20, WRITE);
+    bench.fault(21, WRITE);
+    for page in 20..26 {
+        bench.answer(page as u8);
+    }
+    for page in 20..26 {
+        assert_eq!(bench.state(page), State::Resident);
+        assert!(!bench.world().protected.contains(&page), "{page}");
+    }
 }
 
 /// The VMM is changing its mappings: who waits is tried again, and nobody waits for this page.
