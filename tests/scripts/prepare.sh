@@ -4,12 +4,12 @@
 set -euo pipefail
 
 # cmake is for rdma-mummy-sys, which finds libibverbs when a program runs; the library and its drivers
-# are for tests of RDMA in the lab guest.
+# are for tests of RDMA in the lab guest, and NBD for what pages over RDMA are compared with there.
 # qemu-utils is not asked for: a newer one of backports does not go together with Debian's QEMU.
 packages="qemu-system-x86 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients
   libvirt-dev libclang-dev clang gcc libc6-dev pkg-config busybox-static cpio zstd kmod iproute2 xz-utils
   util-linux procps ca-certificates groff-base virtinst
-  cmake rdma-core ibverbs-providers
+  cmake rdma-core ibverbs-providers nbd-client nbd-server
   systemd systemd-sysv dbus apparmor checkpolicy semodule-utils dpkg-dev"
 oldest_rust=88   # of 1.x: what Cargo.toml says
 

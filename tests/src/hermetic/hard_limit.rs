@@ -94,6 +94,17 @@ impl HardLimit {
         text.trim().parse().with_context(|| text)
     }
 
+    /// What it holds now.
+    pub fn used_bytes(&self) -> Result<u64> {
+        let file = match self.version {
+            2 => "memory.current",
+            _ => "memory.usage_in_bytes",
+        };
+        let path = self.folder.join(file);
+        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        text.trim().parse().with_context(|| text)
+    }
+
     /// The most it has held, where the kernel tells.
     pub fn peak_bytes(&self) -> Option<u64> {
         let file = if self.version == 2 {

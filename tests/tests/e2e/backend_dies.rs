@@ -125,7 +125,8 @@ fn file_system(lab: &Lab) -> Result<()> {
     guest.wait_backend_gone(SHORT)
 }
 
-fn end(pid: u32) -> Result<()> {
+/// Kills a process.
+pub(crate) fn end(pid: u32) -> Result<()> {
     Ok(kill(Pid::from_raw(pid as i32), Signal::SIGKILL)?)
 }
 
@@ -136,7 +137,7 @@ fn parent(pid: u32) -> Result<i32> {
 }
 
 /// Another process than that of this status serves the guest.
-fn wait_for_another(guest: &Guest, before: &Status) -> Result<Status> {
+pub(crate) fn wait_for_another(guest: &Guest, before: &Status) -> Result<Status> {
     wait_for("another pager to serve the guest", LONG, || {
         Ok(guest
             .status_if_any()

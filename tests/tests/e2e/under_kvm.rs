@@ -15,13 +15,18 @@ use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest};
 use crate::Test;
 use crate::fixture::{RAM_VARIABLE, logs, top};
 
-pub(crate) const TESTS: &[Test] = &[("live_migration_under_kvm", |_| {
-    again_under_kvm(
-        "live_migration_there_and_back_keeps_every_page",
-        Kernel::Ordinary,
-        LIMIT,
-    )
-})];
+pub(crate) const TESTS: &[Test] = &[
+    ("live_migration_under_kvm", |_| {
+        again_if_wanted(
+            "live_migration_there_and_back_keeps_every_page",
+            Kernel::Ordinary,
+            LIMIT,
+        )
+    }),
+    ("huge_pages_under_kvm", |_| {
+        again_if_wanted("huge_pages_while_the_server_stops", Kernel::Ordinary, LIMIT)
+    }),
+];
 
 /// Memory for the guest within, twice while it moves, what it has at the memory server, programs.
 pub(crate) const GUEST: LabGuest = LabGuest {
@@ -34,37 +39,35 @@ pub(crate) const GUEST: LabGuest = LabGuest {
 /// had not booted after six minutes.
 const RAM_MIB: u64 = 256;
 
-/// How long the migrations may take: thirteen minutes were seen on a busy machine.
+/// How long one may take: thirteen minutes were seen for the migrations, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(2400);
 
 /// Said where the emulated processor cannot run guests.
 const NO_SVM: &str = "this QEMU does not emulate SVM";
 
-/// Asks for these tests.
+/// Asks for those that are not run otherwise.
 const WANTED: &str = "OUTRAM_TEST_UNDER_KVM";
 
 /// Begins what a test says in the lab guest that is to be seen outside of it.
 pub(crate) const SHOWN: &str = "shown: ";
 
-/// Runs a test of this program in the lab guest, which boots this kernel, where that is asked for.
+/// The same as [`again_under_kvm`], where that is asked for.
+pub(crate) fn again_if_wanted(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
+    if std::env::var_os(WANTED).is_none_or(|value| value != "1") {
+        let reason = format!("it takes minutes: ask for it with {WANTED}=1");
+        bail!(Skipped(reason));
+    }
+    again_under_kvm(test, kernel, limit)
+}
+
+/// Runs a test of this program in the lab guest, which boots this kernel.
 pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
-    demand_wanted()?;
     let images = lab_guest::build(top(), kernel)?;
     // Private to the sandbox: gone with it, however that ends.
     let share = tempfile::tempdir_in("/run")?;
     again_in(share.path(), test, "", |share| {
         GUEST.run(&images, share, limit)
     })
-}
-
-/// Skips a test that nobody has asked for.
-pub(crate) fn demand_wanted() -> Result<()> {
-    if std::env::var_os(WANTED).is_none_or(|value| value != "1") {
-        let reason =
-            format!("it takes minutes, on a busy machine many: ask for it with {WANTED}=1");
-        bail!(Skipped(reason));
-    }
-    Ok(())
 }
 
 /// Runs a test of this program in a lab guest that `run` boots with this shared folder, after the lines

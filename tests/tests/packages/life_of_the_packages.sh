@@ -95,8 +95,8 @@ systemctl start libvirtd
 has "libvirtd's profile" "$(cat /proc/"$(pidof libvirtd)"/attr/current)" 'libvirtd (enforce)'
 mkdir -p /var/lib/libvirt/images /var/log/libvirt/qemu
 cp /share/vmlinux /share/initrd /var/lib/libvirt/images/
-kvm=
-if grep -q "type='kvm'" /share/domain.xml; then kvm=yes; modprobe kvm_amd; chmod 666 /dev/kvm; fi
+modprobe kvm_amd
+chmod 666 /dev/kvm
 virsh define /share/domain.xml
 uuid=$(virsh domuuid lab | tr -d '\n')
 outram attach lab --local-ratio 0.5 --server 127.0.0.1
@@ -149,16 +149,8 @@ is "its capabilities" "$(control "$backend" CapEff)" 0000000001284023
 nsenter -t "$backend" -m touch /etc/outram-was-here 2>/dev/null && fail "the backend may write to /etc"
 if journalctl -q -u "$unit" | grep 'are not counted'; then fail "its sandbox keeps it from counting signals"; fi
 outram status lab
-# Of KVM, it checks its memory. Emulated by an emulated processor it is minutes from that, so that it
-# goes on has to do: it faults.
-done_so_far() {
-  if [ -n "$kvm" ]; then
-    grep -ac 'CHECKER' /var/log/libvirt/qemu/lab-console.log || true
-  else
-    outram status lab --json | awk -F '[:,]' '/"faults_/ { n += $2 } END { print n + 0 }'
-  fi
-}
-enough() { [ "$(done_so_far)" -ge "$1" ]; }
+checks() { grep -ac 'CHECKER' /var/log/libvirt/qemu/lab-console.log || true; }
+enough() { [ "$(checks)" -ge "$1" ]; }
 within 900 enough 1
 
 pager() { outram status lab --json | sed -n 's/.*"backend_pid": \([0-9]*\),.*/\1/p'; }
@@ -185,7 +177,7 @@ is "its seccomp mode" "$(control "$(pager)" Seccomp)" 2
 if systemctl stop "$unit" 2>/tmp/stop; then fail "systemd stopped a backend whose guest runs"; fi
 has "the refusal" "$(cat /tmp/stop)" "Operation refused"
 is "the domain" "$(virsh domstate lab | head -1)" running
-seen=$(done_so_far)
+seen=$(checks)
 # One that was under way may have had the worst behind it: so two.
 within 900 enough $((seen + 2))
 exec 3<>/dev/tcp/127.0.0.1/9742
@@ -193,10 +185,8 @@ printf 'GET /metrics HTTP/1.0\r\n\r\n' >&3
 page=$(cat <&3)
 exec 3<&-
 has "the metrics" "$page" "outram_up{vm=\"$uuid\",domain=\"lab\"} 1"
-if [ -n "$kvm" ]; then
-  stored=$(printf '%s\n' "$page" | sed -n 's/^outram_faults_total{.*outcome="remote".*} //p')
-  [ "${stored:-0}" -gt 0 ] || fail "no page came from the memory server"
-fi
+stored=$(printf '%s\n' "$page" | sed -n 's/^outram_faults_total{.*outcome="remote".*} //p')
+[ "${stored:-0}" -gt 0 ] || fail "no page came from the memory server"
 
 step "the guest ends, and all of it"
 timeout 300 virsh destroy lab
@@ -205,7 +195,7 @@ ended() { # its unit and process are gone
 }
 within 120 ended
 [ ! -e "/run/outram/$uuid" ] || fail "the run directory stays: $(ls "/run/outram/$uuid")"
-grep -a CHECKER /var/log/libvirt/qemu/lab-console.log || [ -z "$kvm" ]
+grep -a CHECKER /var/log/libvirt/qemu/lab-console.log
 if grep -a CHECKER /var/log/libvirt/qemu/lab-console.log | grep -qv 'mismatches=0'; then fail "mismatches"; fi
 outram detach lab
 
