@@ -67,11 +67,11 @@ impl LabGuest {
     /// those of SVM: whether interrupts are let in, and whether addresses go through a guest's nested page
     /// tables. A first processor that runs a guest of KVM meanwhile now and then hears no interrupt again, or
     /// goes on in its host with its guest's nested tables. So no guest runs on it: it is isolated, and one
-    /// more is there instead. Alone, it is nobody's but its own.
+    /// more is there instead. Alone, it is nobody's but its own. What boots from memory has no KVM.
     fn processors(&self) -> (u32, &'static str) {
-        match self.vcpus {
-            1 => (1, ""),
-            several => (several + 1, " isolcpus=0"),
+        match (self.boot, self.vcpus) {
+            (Boot::Memory, vcpus) | (_, vcpus @ 1) => (vcpus, ""),
+            (Boot::Systemd | Boot::Plain, several) => (several + 1, " isolcpus=0"),
         }
     }
 }

@@ -89,20 +89,21 @@ impl HardLimit {
 
     /// The limit that the kernel has in force.
     pub fn limit_bytes(&self) -> Result<u64> {
-        let path = self.folder.join(limit_file(self.version));
+        self.read(limit_file(self.version))
+    }
+
+    fn read(&self, file: &str) -> Result<u64> {
+        let path = self.folder.join(file);
         let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
         text.trim().parse().with_context(|| text)
     }
 
     /// What it holds now.
     pub fn used_bytes(&self) -> Result<u64> {
-        let file = match self.version {
+        self.read(match self.version {
             2 => "memory.current",
             _ => "memory.usage_in_bytes",
-        };
-        let path = self.folder.join(file);
-        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-        text.trim().parse().with_context(|| text)
+        })
     }
 
     /// The most it has held, where the kernel tells.

@@ -23,7 +23,7 @@ use crate::Test;
 use crate::backend_dies::{end, wait_for_another};
 use crate::fixture::{LONG, Lab, SHORT, demand_no_mismatch, top, wait_under_limit};
 use crate::live::{SHARED, outram};
-use crate::under_kvm::{GUEST, SHOWN, again_in};
+use crate::under_kvm::{GUEST, SHOWN, again_in, demand_wanted};
 
 const NAME: &str = "a_guest_of_kvm_is_paged_by_another_machine";
 
@@ -53,6 +53,7 @@ const SHARED_PKI: &str = "/share/pki";
 
 /// Starts the other machine, and in a first one this test again.
 fn two_machines(lab: &Lab) -> Result<()> {
+    demand_wanted()?;
     let images = lab_guest::build(top(), Kernel::Ordinary)?;
     let issue = ["pki", "issue", "server", SERVER, "--address", HOST];
     lab.host.outram_ok(&issue)?;

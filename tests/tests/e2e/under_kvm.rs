@@ -17,14 +17,14 @@ use crate::fixture::{RAM_VARIABLE, logs, top};
 
 pub(crate) const TESTS: &[Test] = &[
     ("live_migration_under_kvm", |_| {
-        again_if_wanted(
+        again_under_kvm(
             "live_migration_there_and_back_keeps_every_page",
             Kernel::Ordinary,
             LIMIT,
         )
     }),
     ("huge_pages_under_kvm", |_| {
-        again_if_wanted("huge_pages_while_the_server_stops", Kernel::Ordinary, LIMIT)
+        again_under_kvm("huge_pages_while_the_server_stops", Kernel::Ordinary, LIMIT)
     }),
 ];
 
@@ -45,23 +45,24 @@ const LIMIT: Duration = Duration::from_secs(2400);
 /// Said where the emulated processor cannot run guests.
 const NO_SVM: &str = "this QEMU does not emulate SVM";
 
-/// Asks for those that are not run otherwise.
+/// Asks for these tests.
 const WANTED: &str = "OUTRAM_TEST_UNDER_KVM";
 
 /// Begins what a test says in the lab guest that is to be seen outside of it.
 pub(crate) const SHOWN: &str = "shown: ";
 
-/// The same as [`again_under_kvm`], where that is asked for.
-pub(crate) fn again_if_wanted(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
+/// Skips a test that nobody has asked for.
+pub(crate) fn demand_wanted() -> Result<()> {
     if std::env::var_os(WANTED).is_none_or(|value| value != "1") {
-        let reason = format!("it takes minutes: ask for it with {WANTED}=1");
+        let reason = format!("it wants minutes and both processors: ask for it with {WANTED}=1");
         bail!(Skipped(reason));
     }
-    again_under_kvm(test, kernel, limit)
+    Ok(())
 }
 
-/// Runs a test of this program in the lab guest, which boots this kernel.
+/// Runs a test of this program in the lab guest, which boots this kernel, where that is asked for.
 pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
+    demand_wanted()?;
     let images = lab_guest::build(top(), kernel)?;
     // Private to the sandbox: gone with it, however that ends.
     let share = tempfile::tempdir_in("/run")?;

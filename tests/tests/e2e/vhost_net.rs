@@ -20,7 +20,7 @@ use outram_tests::lab_guest::Kernel;
 
 use crate::Test;
 use crate::fixture::{LONG, Lab, SHORT, top, wait_under_limit};
-use crate::under_kvm::again_if_wanted;
+use crate::under_kvm::again_under_kvm;
 
 const NAME: &str = "a_killed_qemu_is_reaped_though_vhost_net_waits_for_a_page";
 
@@ -37,7 +37,7 @@ const LIMIT: Duration = Duration::from_secs(900);
 /// libvirt gives vhost-net to guests of KVM alone, and this machine may have neither.
 fn reaped(lab: &Lab) -> Result<()> {
     match Acceleration::wanted() {
-        Acceleration::Emulated => again_if_wanted(NAME, Kernel::Ordinary, LIMIT),
+        Acceleration::Emulated => again_under_kvm(NAME, Kernel::Ordinary, LIMIT),
         Acceleration::Kvm => reaped_here(lab),
     }
 }
@@ -51,7 +51,7 @@ fn on_the_newest_kernel() -> Result<()> {
         let reason = "it takes another kernel package: get it with images/lab/newest.sh";
         bail!(Skipped(reason.into()));
     }
-    again_if_wanted(NAME, Kernel::Newest, LIMIT)
+    again_under_kvm(NAME, Kernel::Newest, LIMIT)
 }
 
 /// The smallest that boots well: each page of it costs a millisecond or more in the lab guest.

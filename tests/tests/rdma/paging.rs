@@ -164,7 +164,8 @@ fn network_goes(lab: &Lab) -> Result<()> {
         let mut guest = guest(lab, &server.address)?;
         demand_transport(&guest, "RDMA (rxe1)")?;
         guest.fill(0, FILLED)?;
-        let work = json!({"page": 0, "pages": FILLED, "seconds": 4.0, "write_share": 0.5});
+        // Only who uses the network notices: there has to be work left once it is gone.
+        let work = json!({"page": 0, "pages": FILLED, "seconds": 12.0, "write_share": 0.5});
         let sent = guest.send(1, "work", work)?;
         std::thread::sleep(Duration::from_secs(2));
         device.set_up(false)?;

@@ -79,6 +79,7 @@ enum Wait {
 struct Pending {
     fault: Option<Fault>,
     pins: Vec<PinId>,
+    /// When the fault came.
     since_us: u64,
     wait: Wait,
     /// Fetched before anybody asked for it; who does then joins in.
@@ -275,7 +276,9 @@ impl<P: Ports> Shard<P> {
                 known.write |= fault.write;
                 known.protected |= fault.protected;
             } else {
+                // It was on its way before anybody waited.
                 pending.fault = Some(fault);
+                pending.since_us = self.ports.now_us();
             }
             return;
         }

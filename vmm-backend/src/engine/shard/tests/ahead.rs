@@ -59,6 +59,17 @@ fn who_asks_for_a_page_under_way_waits_for_that() {
 }
 
 #[test]
+fn who_asks_late_has_not_waited_since_the_fetch_began() {
+    let mut bench = under_way();
+    bench.answer(20);
+    bench.answer(21);
+    bench.world().clock_us = 500;
+    bench.fault(23, READ);
+    bench.world().clock_us = 530;
+    assert_eq!(bench.shard.waited_us(), 30);
+}
+
+#[test]
 fn without_room_to_spare_nothing_is_fetched_ahead() {
     let mut bench = Bench::new();
     for page in 20..28 {
