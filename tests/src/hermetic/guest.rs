@@ -295,13 +295,24 @@ pub fn greet(console: &mut Console) -> Result<()> {
         // question's answer will do: where guests are slow, each takes longer than the wait.
         let answer = console.expect(&["PONG hello-"], Duration::from_secs(3));
         match answer {
-            Ok(_) => return Ok(()),
+            Ok(_) => break,
             Err(error) if start.elapsed() > BOOT_LIMIT => {
                 return Err(error.context("the guest did not boot"));
             }
             Err(_) => {}
         }
     }
+    // What is left of the other questions is answered before this one.
+    console.send("ping settled")?;
+    for _ in 0..asked {
+        if console.expect(&["PONG settled"], BOOT_LIMIT).is_ok() {
+            return Ok(());
+        }
+    }
+    console
+        .expect(&["PONG settled"], BOOT_LIMIT)
+        .map(drop)
+        .context("the guest does not answer any longer")
 }
 
 impl Drop for Guest {
