@@ -7,6 +7,7 @@ use std::fmt;
 use std::path::Path;
 
 use outram_wire::disk::DiskKey;
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::Limit;
 use xot::Node;
@@ -62,6 +63,8 @@ pub struct AttachRequest {
     pub servers: Vec<ServerAddress>,
     /// Whether what leaves the host is sealed; `None` keeps it as it is in the settings.
     pub seal: Option<Seal>,
+    /// What becomes of the guest where it uses a page that is lost; `None` as for `seal`.
+    pub lost_pages: Option<LostPages>,
     /// Its far-memory disk.
     pub disk: DiskRequest,
 }
@@ -105,6 +108,10 @@ pub fn attach(
             .seal
             .or(before.as_ref().map(|before| before.seal))
             .unwrap_or_default(),
+        lost_pages: request
+            .lost_pages
+            .or(before.as_ref().map(|before| before.lost_pages))
+            .unwrap_or_default(),
         disk: request
             .disk
             .applied(before.as_ref().and_then(|before| before.disk)),
@@ -143,6 +150,7 @@ pub fn attach_running(
         limit: request.limit,
         servers: request.servers.clone(),
         seal: request.seal.unwrap_or_default(),
+        lost_pages: request.lost_pages.unwrap_or_default(),
         disk: request.disk.applied(None),
         added: Vec::new(),
     };

@@ -104,6 +104,7 @@ pub fn attach(
         limit: wish.limit,
         servers: wish.servers.clone(),
         seal: None,
+        lost_pages: None,
         disk: DiskRequest::Keep,
     };
     attachment::attach(&mut domain, &paths.run, &request)?;

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use outram_wire::control::{Phase, Status, is_supervised};
 use outram_wire::incoming::Incoming;
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, PageSize, VmId};
 
@@ -186,6 +187,9 @@ impl Launch {
         }
         if self.settings.seal != Seal::default() {
             option("seal", self.settings.seal.to_string().into());
+        }
+        if self.settings.lost_pages != LostPages::default() {
+            option("lost-pages", self.settings.lost_pages.to_string().into());
         }
         option("run-dir", self.run.clone().into());
         option("socket-user", self.socket_user.to_string().into());
@@ -505,6 +509,7 @@ mod tests {
                 limit: Limit::LocalRatio(LocalRatio::new(0.5).expect("a ratio")),
                 servers: Vec::new(),
                 seal: Seal::Off,
+                lost_pages: LostPages::Poison,
                 disk: None,
                 added: Vec::new(),
             },
@@ -532,6 +537,7 @@ mod tests {
                 "--page-size=2097152",
                 "--local-ratio=0.5",
                 "--seal=off",
+                "--lost-pages=poison",
                 "--run-dir=/run/outram",
                 "--socket-user=libvirt-qemu:kvm",
                 "--incoming=restore",

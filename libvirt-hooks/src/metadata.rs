@@ -14,6 +14,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
+use outram_wire::lost_pages::{LostPages, LostPagesError};
 use outram_wire::seal::{Seal, SealError};
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, UnitError, format_size, parse_size};
 use xot::Node;
@@ -84,6 +85,8 @@ pub struct MemorySettings {
     pub servers: Vec<ServerAddress>,
     /// Whether what leaves the host is sealed.
     pub seal: Seal,
+    /// What becomes of the guest where it uses a page that is lost.
+    pub lost_pages: LostPages,
     /// The far-memory disk; without one the guest sees a small disk that holds nothing.
     pub disk: Option<DiskSettings>,
     /// What attach added; empty for settings written by hand.
@@ -165,6 +168,9 @@ pub enum MetadataError {
     /// Neither sealed nor not.
     #[error("attribute 'seal' of <outram:memory>: {0}")]
     Seal(#[from] SealError),
+    /// Neither stopped at lost pages nor told of them.
+    #[error("attribute 'lost-pages' of <outram:memory>: {0}")]
+    LostPages(#[from] LostPagesError),
     /// A limit of less than a page.
     #[error("local='{0}' of <outram:memory> is less than one page: expected a size such as 512MiB")]
     TooSmall(String),
@@ -239,12 +245,13 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
     expect_name(domain, element, "memory")?;
     expect_no_text(domain, element, "memory")?;
     let (mut ratio, mut local, mut added) = (None, None, Vec::new());
-    let mut seal = Seal::default();
+    let (mut seal, mut lost_pages) = (Seal::default(), LostPages::default());
     for (namespace, name, value) in domain.attributes(element) {
         match (namespace.as_str(), name.as_str()) {
             ("", "local-ratio") => ratio = Some(value),
             ("", "local") => local = Some(value),
             ("", "seal") => seal = value.parse()?,
+            ("", "lost-pages") => lost_pages = value.parse()?,
             ("", "added") => {
                 added = value
                     .split_whitespace()
@@ -255,7 +262,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
                 return Err(MetadataError::Attribute {
                     element: "memory",
                     found: name,
-                    expected: "'local-ratio', 'local' or 'seal'",
+                    expected: "'local-ratio', 'local', 'seal' or 'lost-pages'",
                 });
             }
         }
@@ -279,6 +286,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
         limit: read_limit(ratio, local)?,
         servers,
         seal,
+        lost_pages,
         disk,
         added,
     })
@@ -414,6 +422,10 @@ fn serialise(settings: &MemorySettings, namespace: &str) -> Result<String, Domai
     if settings.seal != Seal::default() {
         let seal = xot.add_name("seal");
         xot.set_attribute(memory, seal, settings.seal.to_string());
+    }
+    if settings.lost_pages != LostPages::default() {
+        let lost_pages = xot.add_name("lost-pages");
+        xot.set_attribute(memory, lost_pages, settings.lost_pages.to_string());
     }
     if !settings.added.is_empty() {
         let words: Vec<String> = settings.added.iter().map(Addition::to_string).collect();

@@ -7,11 +7,12 @@
 
 use std::path::{Path, PathBuf};
 
+use outram_wire::lost_pages::LostPages;
 use outram_wire::units::VmId;
 use xot::Node;
 
 use crate::domain_xml::{DomainXml, DomainXmlError};
-use crate::page_size;
+use crate::{metadata, page_size};
 
 /// One reason why Outram does not page a domain's RAM.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -19,6 +20,12 @@ pub enum Refusal {
     /// Another hypervisor than QEMU.
     #[error("the domain is of type '{0}': Outram pages guests of type 'kvm' or 'qemu'")]
     DomainType(String),
+    /// Memory errors are to be handed to a guest whose QEMU has nobody to hand them to.
+    #[error(
+        "lost-pages='poison' takes <domain type='kvm'>, and the domain is of type '{0}': its QEMU would end at a lost \
+         page; use 'outram attach --lost-pages stop'"
+    )]
+    NobodyToPoison(String),
     /// Another architecture.
     #[error("the guest's architecture is '{0}': Outram supports x86_64 guests")]
     Architecture(String),
@@ -212,6 +219,12 @@ fn check_machine(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
         .unwrap_or_default();
     if !matches!(kind, "kvm" | "qemu") {
         refusals.push(Refusal::DomainType(kind.to_owned()));
+    }
+    // Settings that are not understood are told of by who reads them.
+    let settings = metadata::read(domain).ok().flatten();
+    let poisons = settings.is_some_and(|settings| settings.lost_pages == LostPages::Poison);
+    if poisons && kind != "kvm" {
+        refusals.push(Refusal::NobodyToPoison(kind.to_owned()));
     }
     if let Some(arch) = domain
         .find(&["os", "type"])

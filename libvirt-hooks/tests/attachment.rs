@@ -23,6 +23,7 @@ fn request(ratio: f64, servers: &[&str]) -> AttachRequest {
             .map(|server| server.parse().expect("an address"))
             .collect(),
         seal: None,
+        lost_pages: None,
         disk: Default::default(),
     }
 }

@@ -5,6 +5,7 @@ use outram_libvirt::metadata::{
     Addition, DiskSettings, MemorySettings, read, to_plain_text, to_text,
 };
 use outram_wire::disk::DiskKey;
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, LocalRatio};
 
@@ -22,6 +23,7 @@ fn settings() -> MemorySettings {
         limit: Limit::LocalBytes(512 << 20),
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: Seal::On,
+        lost_pages: LostPages::Stop,
         disk: None,
         added: vec![Addition::Source, Addition::PciController(7)],
     }
@@ -57,6 +59,20 @@ fn settings_are_read_as_written() {
         let text = to_text(&settings).expect("text");
         assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
     }
+}
+
+#[test]
+fn what_becomes_of_lost_pages_is_read_as_written() {
+    let settings = MemorySettings {
+        lost_pages: LostPages::Poison,
+        ..settings()
+    };
+    let text = to_text(&settings).expect("text");
+    assert!(text.contains(" lost-pages=\"poison\" "), "{text}");
+    assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
+    let wrong = format!("<o:memory {NS} local-ratio='0.5' lost-pages='zero'/>");
+    let error = read(&domain(&wrong)).expect_err("no such word");
+    assert!(error.to_string().contains("'stop' or 'poison'"), "{error}");
 }
 
 #[test]

@@ -76,6 +76,7 @@ fn request() -> AttachRequest {
         limit: Limit::LocalBytes(1 << 30),
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: None,
+        lost_pages: None,
         disk: Default::default(),
     }
 }

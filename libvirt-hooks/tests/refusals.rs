@@ -17,6 +17,7 @@ fn attached() -> String {
         limit: Limit::LocalBytes(1 << 30),
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: None,
+        lost_pages: None,
         disk: Default::default(),
     };
     attachment::attach(&mut domain, Path::new(RUN), &request).expect("attached");
@@ -43,6 +44,16 @@ fn assert_refused(from: &str, to: &str, words: &[&str]) {
     for word in words {
         assert!(text.contains(word), "'{text}' must name '{word}'");
     }
+}
+
+#[test]
+fn memory_errors_are_for_guests_of_kvm() {
+    let attached = attached().replacen("<outram:memory ", "<outram:memory lost-pages='poison' ", 1);
+    assert!(attached.contains("type=\"kvm\"") && attached.contains("poison"));
+    assert_eq!(refusals(&attached), []);
+    let emulated = attached.replacen("type=\"kvm\"", "type=\"qemu\"", 1);
+    let found = refusals(&emulated);
+    assert_eq!(found, [Refusal::NobodyToPoison("qemu".into())]);
 }
 
 #[test]

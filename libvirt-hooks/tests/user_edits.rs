@@ -58,6 +58,7 @@ fn request(percent: u32) -> AttachRequest {
         limit: Limit::LocalRatio(LocalRatio::new(ratio).expect("a ratio")),
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: None,
+        lost_pages: None,
         disk: Default::default(),
     }
 }

@@ -159,6 +159,8 @@ pub struct Counters {
     pub faults_duplicate: u64,
     /// Faults left unanswered because their page is lost.
     pub faults_lost: u64,
+    /// Faults answered with a memory error because their page is lost.
+    pub faults_poisoned: u64,
     /// Remote or staged faults on pages evicted recently.
     pub refaults: u64,
     /// Time that faults have waited, all together, those still waiting until now: in a span of time,

@@ -6,6 +6,7 @@ use std::io;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, VmId, format_size, parse_size};
 
@@ -83,6 +84,14 @@ pub struct AttachArguments {
     /// next start.
     #[arg(long, value_name = "on|off")]
     seal: Option<Seal>,
+    /// What becomes of the guest where it uses a page that is lost for good
+    ///
+    /// 'stop' stops it there. 'poison' gives it a memory error, as hardware does, by which its kernel
+    /// ends the process whose page it was, or itself: for domains of type kvm, on Linux 6.6 or newer.
+    /// Without this it stays as the domain has it, which is 'stop' at first. It takes effect at the
+    /// next start.
+    #[arg(long, value_name = "stop|poison")]
+    lost_pages: Option<LostPages>,
     #[command(flatten)]
     affect: AffectArguments,
     /// Show what would change, and change nothing
@@ -141,6 +150,7 @@ impl AttachArguments {
             limit: self.limit.limit(),
             servers: self.server.clone(),
             seal: self.seal,
+            lost_pages: self.lost_pages,
             disk: match self.disk_size {
                 None => DiskRequest::Keep,
                 Some(DiskSize::None) => DiskRequest::Remove,

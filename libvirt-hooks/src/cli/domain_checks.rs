@@ -230,6 +230,7 @@ fn any_request() -> AttachRequest {
         limit: Limit::LocalBytes(1 << 30),
         servers: Vec::new(),
         seal: None,
+        lost_pages: None,
         disk: DiskRequest::Keep,
     }
 }

@@ -304,13 +304,14 @@ fn add_counters(lines: &mut Lines, status: &Status) {
     lines.add(
         "faults",
         &format!(
-            "{} zero, {} filled, {} staged, {} remote, {} protected, {} lost",
+            "{} zero, {} filled, {} staged, {} remote, {} protected, {} lost, {} poisoned",
             c.faults_zero,
             c.faults_filled,
             c.faults_staged,
             c.faults_remote,
             c.faults_protected,
-            c.faults_lost
+            c.faults_lost,
+            c.faults_poisoned
         ),
     );
     for (kind, latency) in status.latency.iter().filter(|(_, l)| l.count > 0) {

@@ -22,6 +22,7 @@ use outram_backend::fuzzing::{self, LeftBehind};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::metadata;
 use outram_wire::control::{Envelope, read_frame, write_frame};
+use outram_wire::lost_pages::LostPages;
 use outram_wire::pki::{self, Order};
 use outram_wire::seal::Seal;
 use outram_wire::server::channel::{Channel, Received};
@@ -343,6 +344,7 @@ fn left(words: &[u64]) -> Shared {
         staging: StagingPool::new(0),
         slots,
         key: PageKey::new(&[3; 32], Seal::On),
+        lost_pages: LostPages::Stop,
         stats: Stats::new(),
     }
 }

@@ -382,3 +382,12 @@ fn copy_images(from: &Path) -> Result<()> {
     fs::set_permissions(ODD_RAM_EMULATOR, fs::Permissions::from_mode(0o755))?;
     Ok(())
 }
+
+/// Whether this kernel has UFFDIO_POISON.
+pub fn kernel_poisons() -> Result<bool> {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let mut numbers = release.split(|sign: char| !sign.is_ascii_digit());
+    let mut next = || -> Result<u32> { Ok(numbers.next().context("too short")?.parse()?) };
+    let version = (next()?, next()?);
+    Ok(version >= (6, 6))
+}

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Result, bail};
+use outram_wire::lost_pages::LostPages;
 
 use super::{LONG, Lab, Wish};
 use crate::hermetic::command::wait_for;
@@ -24,6 +25,9 @@ pub(super) fn spawn_backend(
     arguments.extend(["--max-ram".to_owned(), most.to_string()]);
     arguments.extend(["--page-size".to_owned(), page_size.to_owned()]);
     arguments.extend(["--seal".to_owned(), wish.seal.to_string()]);
+    if wish.lost_pages != LostPages::default() {
+        arguments.extend(["--lost-pages".to_owned(), wish.lost_pages.to_string()]);
+    }
     for server in wish.servers {
         arguments.extend(["--server".to_owned(), (*server).to_owned()]);
     }

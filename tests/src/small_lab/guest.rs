@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use outram_backend::crash_points::Point;
 use outram_wire::control::{Phase, Reply, Request, Status};
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::Limit;
 use serde_json::{Value, json};
@@ -37,6 +38,10 @@ pub struct Wish<'a> {
     pub huge: Option<bool>,
     /// Whether its pages are sealed.
     pub seal: Seal,
+    /// What becomes of it where it uses a page that is lost.
+    pub lost_pages: LostPages,
+    /// Whether the VMM's command line asks for KVM.
+    pub names_kvm: bool,
     /// Whether its pager has a supervisor, which starts it again.
     pub supervised: bool,
     /// MiB of its far-memory disk, if it is to have one.
@@ -57,6 +62,8 @@ impl Default for Wish<'_> {
             servers: &[],
             huge: None,
             seal: Seal::On,
+            lost_pages: LostPages::Stop,
+            names_kvm: false,
             supervised: false,
             disk_mib: None,
             dies_at: None,
@@ -92,13 +99,14 @@ pub struct Guest {
 }
 
 /// Starts a VMM with these blocks of RAM, whether or not its backend listens already.
-fn start_vmm(lab: &Lab, uuid: &str, vcpus: usize, blocks: &[String]) -> Result<SmallVmm> {
+fn start_vmm(lab: &Lab, uuid: &str, wish: &Wish<'_>, blocks: &[String]) -> Result<SmallVmm> {
     let blocks: Vec<&str> = blocks.iter().map(String::as_str).collect();
     SmallVmm::start(&Plan {
         program: &lab.program("small-vmm")?,
         ram: &blocks,
         socket: Some(&lab.path("outram").join(uuid).join("vhost.sock")),
-        vcpus,
+        vcpus: wish.vcpus,
+        names_kvm: wish.names_kvm,
         user: None,
     })
 }
@@ -129,7 +137,7 @@ impl Guest {
         let uuid = lab.uuid();
         let (backend, log) = start_backend(lab, &uuid, wish, page_size)?;
         let mut guest = Self {
-            vmm: start_vmm(lab, &uuid, wish.vcpus, blocks)?,
+            vmm: start_vmm(lab, &uuid, wish, blocks)?,
             backend,
             dir: lab.path("outram").join(&uuid),
             log,
@@ -162,7 +170,7 @@ impl Guest {
     ) -> Result<Self> {
         let uuid = lab.uuid();
         let (blocks, page_size) = wish.memory();
-        let mut vmm = start_vmm(lab, &uuid, wish.vcpus, &blocks)?;
+        let mut vmm = start_vmm(lab, &uuid, wish, &blocks)?;
         let early = vmm.wait_connected();
         ensure!(early.is_err(), "nobody listens yet: {early:?}");
         before(&mut vmm)?;

@@ -47,6 +47,7 @@ impl Arguments {
                     value.starts_with("vhost-user-blk"),
                     "the only device is vhost-user-blk-pci, not '{value}'"
                 ),
+                "-accel" => ensure!(value == "kvm", "-accel takes 'kvm', not '{value}'"),
                 other => bail!("unknown option '{other}'"),
             }
         }

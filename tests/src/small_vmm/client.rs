@@ -3,12 +3,14 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
+
+use crate::hermetic::command::wait_for;
 
 /// Longest time an answer is waited for unless said otherwise.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -34,6 +36,8 @@ pub struct Plan<'a> {
     pub socket: Option<&'a Path>,
     /// vCPU threads.
     pub vcpus: usize,
+    /// Whether its command line asks for KVM, as a backend sees it; there is none.
+    pub names_kvm: bool,
     /// User and group it runs as; ours unless said.
     pub user: Option<u32>,
 }
@@ -52,6 +56,9 @@ impl SmallVmm {
             command.args(["-chardev", &chardev, "-device", device]);
         }
         command.args(["-smp", &plan.vcpus.to_string()]);
+        if plan.names_kvm {
+            command.args(["-accel", "kvm"]);
+        }
         if let Some(user) = plan.user {
             command.uid(user).gid(user);
         }
@@ -150,6 +157,13 @@ impl SmallVmm {
         let status = self.child.wait()?;
         anyhow::ensure!(status.success(), "the small VMM ended with {status}");
         Ok(())
+    }
+
+    /// Waits for an end that it comes to by itself, or by its own doing.
+    pub fn wait_end(&mut self) -> Result<ExitStatus> {
+        wait_for("the small VMM to end", PATIENCE, || {
+            Ok(self.child.try_wait()?)
+        })
     }
 
     /// Kills it (SIGKILL) and waits for its end.

@@ -337,6 +337,11 @@ fn use_stretch(action: &str, command: &Value, board: &Board) -> Result<Value> {
             stretch.forget();
             Ok(json!({"pages": pages}))
         }
+        "remap" => {
+            board.ram.remap(page, pages)?;
+            stretch.forget();
+            Ok(json!({"pages": pages}))
+        }
         "unmap" => {
             board.ram.unmap(page, pages)?;
             Ok(json!({"pages": pages}))

@@ -203,13 +203,37 @@ impl Ram {
 
     /// Takes pages out of the address space; nothing else comes to lie there.
     pub(super) fn unmap(&self, first_page: u64, pages: u64) -> Result<()> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        self.map_over(first_page, pages, libc::PROT_NONE, flags, |_, _| (-1, 0))
+    }
+
+    /// Maps pages of the file anew where they are mapped: how QEMU replaces pages with memory errors
+    /// when the guest is reset.
+    pub(super) fn remap(&self, first_page: u64, pages: u64) -> Result<()> {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+        self.map_over(first_page, pages, protection, flags, |block, offset| {
+            (block.file.as_raw_fd(), offset as libc::off_t)
+        })
+    }
+
+    /// Puts another mapping in place of pages; `backing` is its descriptor and offset.
+    fn map_over(
+        &self,
+        first_page: u64,
+        pages: u64,
+        protection: libc::c_int,
+        flags: libc::c_int,
+        backing: impl FnOnce(&Block, u64) -> (libc::c_int, libc::off_t),
+    ) -> Result<()> {
         let (block, offset) = self.find(first_page * PAGE, pages * PAGE)?;
         let start = block.region.as_ptr().wrapping_add(offset as usize);
         let length = (pages * PAGE) as usize;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        let (fd, at) = backing(&block, offset);
+        let flags = flags | libc::MAP_FIXED;
         // SAFETY: the range lies within the block's own mapping of guest memory, which no Rust
         // reference points to; find() checked its borders. The block unmaps it with the rest.
-        let mapped = unsafe { libc::mmap(start.cast(), length, libc::PROT_NONE, flags, -1, 0) };
+        let mapped = unsafe { libc::mmap(start.cast(), length, protection, flags, fd, at) };
         ensure!(
             mapped != libc::MAP_FAILED,
             "mmap: {}",

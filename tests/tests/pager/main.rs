@@ -14,6 +14,7 @@ mod fixture;
 mod huge;
 mod live;
 mod plugging;
+mod poison;
 mod races;
 mod refusals;
 mod servers;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
             live::TESTS,
             plugging::TESTS,
             disk::TESTS,
+            poison::TESTS,
             servers::TESTS,
             crash::TESTS,
             crash_points::TESTS,

@@ -30,7 +30,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
 ];
 
 /// Written and mostly evicted by every test here.
-const FILLED: u64 = 14_000;
+pub(crate) const FILLED: u64 = 14_000;
 
 fn filled(lab: &Lab, servers: &[&str]) -> Result<Guest> {
     let mut guest = Guest::start(
@@ -101,7 +101,7 @@ fn cuts(lab: &Lab) -> Result<()> {
 }
 
 /// Pages among the filled that were on the server alone.
-fn lost_pages(guest: &mut Guest, count: usize) -> Result<Vec<u64>> {
+pub(crate) fn lost_pages(guest: &mut Guest, count: usize) -> Result<Vec<u64>> {
     let mut lost = Vec::new();
     for page in (0..FILLED).step_by(97) {
         if lost.len() < count && guest.present(page, 1)? == 0 {

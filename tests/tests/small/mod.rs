@@ -92,6 +92,7 @@ pub fn small_vmm(
         ram,
         socket: Some(&socket.path),
         vcpus,
+        names_kvm: false,
         user,
     })
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::incoming::Incoming;
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::{Limit, LocalRatio, PageSize, UnitError, VmId, format_size, parse_size};
@@ -81,6 +82,11 @@ pub struct Flags {
     /// Whether what leaves the host is sealed (encrypted): 'on', or 'off' where servers and wires may see it
     #[arg(long, value_name = "on|off", default_value_t)]
     pub seal: Seal,
+
+    /// What becomes of the guest where it uses a page that is lost for good: 'stop' stops it there,
+    /// 'poison' gives it a memory error, as hardware does (under KVM, Linux 6.6 or newer)
+    #[arg(long, value_name = "stop|poison", default_value_t)]
+    pub lost_pages: LostPages,
 
     /// Settings of this host's backends; must exist if given
     #[arg(long, value_name = "FILE", help = format!("Settings of this host's backends; must exist if given [default: {DEFAULT_CONFIG}, if it exists]"))]
@@ -251,6 +257,8 @@ pub struct Config {
     pub disk: Option<DiskSettings>,
     /// Whether what leaves the host is sealed.
     pub seal: Seal,
+    /// What becomes of the guest where it uses a page that is lost.
+    pub lost_pages: LostPages,
     /// This guest's directory.
     pub dir: PathBuf,
     /// Where metrics are served.
@@ -316,6 +324,7 @@ impl Config {
             socket_user: flags.socket_user,
             incoming: flags.incoming,
             seal: flags.seal,
+            lost_pages: flags.lost_pages,
             disk: disk(flags.disk_size, flags.disk_key_file, &dir)?,
             dir,
             metrics: flags.metrics.or(file.metrics),

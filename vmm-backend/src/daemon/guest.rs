@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use outram_wire::causes::with_causes;
 use outram_wire::control::Counters;
+use outram_wire::lost_pages::LostPages;
 
 use super::config::Config;
 use super::stage::{Daemon, Stage};
@@ -17,7 +18,7 @@ use super::termination::Terminations;
 use crate::crash_points::{self, Point};
 use crate::device::{self, Device, DeviceConfig};
 use crate::far_disk::FarDisk;
-use crate::handover::{self, Options, Vmm, Way};
+use crate::handover::{self, Options, Vmm, Way, discover};
 use crate::pager::{Course, HomingError, Orphan, Pager};
 use crate::remote::RemoteConfig;
 
@@ -298,6 +299,9 @@ impl GuestDoor {
             tracing::info!(name = %block.name, bytes = block.length, "guest RAM");
         }
         let config = &self.daemon.config;
+        if config.lost_pages == LostPages::Poison {
+            discover::demand_kvm(vmm.pid)?;
+        }
         let options = Options {
             allow_sysctl: config.allow_sysctl,
             ..Options::default()
@@ -341,7 +345,7 @@ pub(super) fn take_over_again(
     disk: Option<Arc<FarDisk>>,
 ) -> anyhow::Result<Guest> {
     let (way, userfaultfds) = (orphan.way(), orphan.userfaultfds().to_vec());
-    let (vmm, pager) = orphan.take_over(remote)?;
+    let (vmm, pager) = orphan.take_over(remote, config.lost_pages)?;
     let pager = Arc::new(pager);
     let device = DeviceConfig {
         far_disk: disk,

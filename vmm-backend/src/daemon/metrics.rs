@@ -206,6 +206,7 @@ impl Snapshot {
                 ("protected", counters.faults_protected),
                 ("duplicate", counters.faults_duplicate),
                 ("lost", counters.faults_lost),
+                ("poisoned", counters.faults_poisoned),
             ],
         )?;
         family(

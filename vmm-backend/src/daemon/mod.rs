@@ -124,6 +124,7 @@ fn pager_config(config: &Config) -> PagerConfig {
         limit: config.limit,
         shards: config.shards,
         seal: config.seal,
+        lost_pages: config.lost_pages,
         disk_table_bytes: table_bytes(config.disk.as_ref().map(|disk| disk.size_bytes)),
     }
 }

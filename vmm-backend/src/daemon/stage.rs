@@ -271,10 +271,16 @@ fn phase(
         Stage::Serving(guest) => match unreachable() {
             Some(detail) if memory.waiting_faults > 0 => (Phase::Stalled, Some(detail)),
             detail if memory.lost > 0 => {
-                let lost = format!(
-                    "{} pages are lost for good; nothing has asked for them since",
-                    lost_pages(guest)
-                );
+                let lost = lost_pages(guest);
+                let lost = match guest.pager.stats().poisoned_faults.get() {
+                    0 => {
+                        format!("{lost} pages are lost for good; nothing has asked for them since")
+                    }
+                    told => format!(
+                        "{lost} pages are lost for good; {told} accesses were answered with a memory error, \
+                        which the guest's kernel tells of in its log"
+                    ),
+                };
                 (
                     Phase::Serving,
                     Some(detail.map_or(lost.clone(), |detail| format!("{lost}; {detail}"))),

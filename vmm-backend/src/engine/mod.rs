@@ -25,6 +25,7 @@ pub mod tag;
 use std::fmt;
 use std::sync::Arc;
 
+use outram_wire::lost_pages::LostPages;
 pub use outram_wire::units::PageSize;
 
 /// A page of guest RAM: its place in the page table. Regions follow each other in the table.
@@ -179,6 +180,9 @@ pub trait Ports {
     fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install;
     /// Lifts the write protection of one resident page and wakes its waiters.
     fn unprotect(&mut self, page: PageIndex) -> Install;
+    /// Makes every access to the page a memory error, until it is put in place again, and wakes its
+    /// waiters.
+    fn poison(&mut self, page: PageIndex) -> Install;
     /// Wakes waiters without changing anything.
     fn wake(&mut self, run: PageRun);
     /// Whether the guest's memory has a page there, as the kernel says.
@@ -214,6 +218,8 @@ pub struct Shared {
     pub slots: slots::SlotPool,
     /// Key that the guest's pages leave and come back under.
     pub key: seal::PageKey,
+    /// What becomes of the guest where it uses a page that is lost.
+    pub lost_pages: LostPages,
     /// Counters and gauges.
     pub stats: stats::Stats,
 }

@@ -100,6 +100,7 @@ fn is_good(shared: &Shared, page: PageIndex, entry: &Entry, bytes: Option<&[u8]>
 mod tests {
     use std::collections::HashMap;
 
+    use outram_wire::lost_pages::LostPages;
     use outram_wire::seal::Seal;
 
     use super::*;
@@ -140,6 +141,7 @@ mod tests {
             staging: StagingPool::new(0),
             slots,
             key: PageKey::new(&[3; 32], Seal::On),
+            lost_pages: LostPages::Stop,
             stats: Stats::new(),
         };
         let bytes = (0..4096).map(|place| (place % 251) as u8).collect();

@@ -75,6 +75,8 @@ pub struct Stats {
     pub duplicates: Counter,
     /// Faults left unanswered because their page is lost.
     pub lost_faults: Counter,
+    /// Faults answered with a memory error because their page is lost.
+    pub poisoned_faults: Counter,
     /// Pages dropped at eviction, unchanged.
     pub evicted_clean: Counter,
     /// Pages kept as a word at eviction.
@@ -121,6 +123,7 @@ impl Stats {
             latencies_us: std::array::from_fn(|_| histogram()),
             duplicates: Counter::default(),
             lost_faults: Counter::default(),
+            poisoned_faults: Counter::default(),
             evicted_clean: Counter::default(),
             evicted_filled: Counter::default(),
             evicted_staged: Counter::default(),

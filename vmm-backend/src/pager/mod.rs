@@ -33,6 +33,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
@@ -93,6 +94,8 @@ pub struct PagerConfig {
     pub shards: u32,
     /// Whether its pages are sealed before they leave.
     pub seal: Seal,
+    /// What becomes of it where it needs a page that is lost.
+    pub lost_pages: LostPages,
     /// Bytes that the table of its far-memory disk may take in the state directory.
     pub disk_table_bytes: u64,
 }
@@ -147,6 +150,12 @@ pub enum PagerError {
         /// Told at the start.
         told: PageSize,
     },
+    /// The kernel has no POISON.
+    #[error(
+        "this host's kernel cannot poison lost pages: lost-pages='poison' needs Linux 6.6 or newer; boot one, or use \
+         'outram attach --lost-pages stop'"
+    )]
+    NoPoison,
     /// A system call.
     #[error("{what} failed")]
     System {
@@ -252,6 +261,7 @@ impl PreparedPager {
             staging: staging::StagingPool::new(sizes.staging_pages),
             slots: slots::SlotPool::new(sessions.len()),
             key: PageKey::new(&secret, config.seal),
+            lost_pages: config.lost_pages,
             stats: stats::Stats::new(),
         });
         shared.slots.set_keep_allowance(sizes.keep_pages);
@@ -327,8 +337,13 @@ impl PreparedPager {
         let uffds = taken.uffds.into_iter();
         let uffds = uffds
             .map(|fd| Uffd::adopt(fd, size).map(Arc::new))
-            .collect::<io::Result<_>>()
+            .collect::<io::Result<Vec<_>>>()
             .map_err(system("the userfaultfd handshake"))?;
+        if self.config.lost_pages == LostPages::Poison
+            && !uffds.iter().all(|uffd| uffd.can_poison())
+        {
+            return Err(PagerError::NoPoison);
+        }
         self.spawn(Held {
             vmm: Arc::clone(vmm),
             ram,

@@ -150,6 +150,7 @@ impl Pager {
             faults_protected: faults(FaultKind::Protected),
             faults_duplicate: stats.duplicates.get(),
             faults_lost: stats.lost_faults.get(),
+            faults_poisoned: stats.poisoned_faults.get(),
             refaults: faults(FaultKind::Filled)
                 + faults(FaultKind::Staged)
                 + faults(FaultKind::Remote),

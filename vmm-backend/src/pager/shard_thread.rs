@@ -177,6 +177,18 @@ impl Ports for ShardPorts {
         }
     }
 
+    fn poison(&mut self, page: PageIndex) -> Install {
+        let range = self.ram.address_range(PageRun::single(page));
+        let how = range.map_or(Install::Gone, |(start, length)| {
+            self.uffd.poison(start, length)
+        });
+        if how == Install::Exists {
+            // Poisoned by a former process.
+            self.wake(PageRun::single(page));
+        }
+        how
+    }
+
     fn wake(&mut self, run: PageRun) {
         if let Some((start, length)) = self.ram.address_range(run)
             && let Err(error) = self.uffd.wake(start, length)
@@ -412,6 +424,7 @@ impl ShardThread {
             Some(Ok(())) => {
                 self.shard.thaw();
                 self.unmapped.iter().for_each(|run| self.shard.freeze(*run));
+                self.shard.on_mapped_anew(run);
                 // Whoever waits in the old mapping looks at the new one.
                 self.shard.ports().wake(run);
             }

@@ -26,6 +26,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crossbeam_channel::{Sender, unbounded};
+use outram_wire::lost_pages::LostPages;
 use outram_wire::server::SlabId;
 use outram_wire::units::{PageSize, VmId};
 
@@ -155,7 +156,11 @@ impl Orphan {
 
     /// Serves it from here on. Of `remote` the identity is used; servers and secret are those that
     /// the former process had.
-    pub fn take_over(self, remote: &RemoteConfig) -> Result<(Arc<Vmm>, Pager), TakeoverError> {
+    pub fn take_over(
+        self,
+        remote: &RemoteConfig,
+        lost_pages: LostPages,
+    ) -> Result<(Arc<Vmm>, Pager), TakeoverError> {
         check(&self.state_dir.records(), &self.record)?;
         let size = self.record.page_size;
         let table = self.state_dir.open_table(self.record.vm)?;
@@ -177,6 +182,7 @@ impl Orphan {
             staging: StagingPool::new(0),
             slots: former_slots(&self.state_dir.records(), &self.record)?,
             key: PageKey::new(&keys.secret, keys.seal),
+            lost_pages,
             stats: Stats::new(),
         });
         shared.slots.set_keep_allowance(sizes.keep_pages);
@@ -205,6 +211,7 @@ impl Orphan {
                 limit: self.record.limit,
                 shards: uffds.len() as u32,
                 seal: keys.seal,
+                lost_pages,
                 // Used where the state directory is made.
                 disk_table_bytes: 0,
             },

@@ -1,6 +1,6 @@
 //! Fence around userfaultfd: turns errno into meanings, and adds the calls that the `userfaultfd`
 //! crate lacks (the API handshake on a descriptor made elsewhere, write-protected COPY, partial
-//! results of ZEROPAGE, WRITEPROTECT with its errno).
+//! results of ZEROPAGE, WRITEPROTECT with its errno, POISON).
 //!
 //! Knows nothing of states: addresses are the VMM's, lengths are bytes. Source:
 //! `linux/userfaultfd.h` and Documentation/admin-guide/mm/userfaultfd.rst.
@@ -24,6 +24,7 @@ pub(super) const MESSAGES_PER_READ: usize = 64;
 const API: u64 = 0xaa;
 const MODE_PROTECTED_COPY: u64 = 1 << 1;
 const MODE_PROTECT: u64 = 1 << 0;
+const MODE_UNPROTECT_ASLEEP: u64 = 1 << 1;
 
 /// Features asked for: write-protect faults and events of discarded and unmapped ranges, on shared
 /// memory of this page size.
@@ -75,6 +76,14 @@ struct Continue {
 }
 
 #[repr(C)]
+struct Poison {
+    start: u64,
+    length: u64,
+    mode: u64,
+    poisoned: i64,
+}
+
+#[repr(C)]
 struct WriteProtect {
     start: u64,
     length: u64,
@@ -91,6 +100,7 @@ const UFFDIO_COPY: libc::c_ulong = request::<Copy>(0x03);
 const UFFDIO_ZEROPAGE: libc::c_ulong = request::<Zeropage>(0x04);
 const UFFDIO_WRITEPROTECT: libc::c_ulong = request::<WriteProtect>(0x06);
 const UFFDIO_CONTINUE: libc::c_ulong = request::<Continue>(0x07);
+const UFFDIO_POISON: libc::c_ulong = request::<Poison>(0x08);
 
 // The numbers as the kernel's header makes them: a struct of another size would change them.
 const _: () = assert!(UFFDIO_API == 0xc018_aa3f);
@@ -98,6 +108,7 @@ const _: () = assert!(UFFDIO_COPY == 0xc028_aa03);
 const _: () = assert!(UFFDIO_ZEROPAGE == 0xc020_aa04);
 const _: () = assert!(UFFDIO_WRITEPROTECT == 0xc018_aa06);
 const _: () = assert!(UFFDIO_CONTINUE == 0xc020_aa07);
+const _: () = assert!(UFFDIO_POISON == 0xc020_aa08);
 
 /// A userfaultfd of the VMM, ready for use.
 #[derive(Debug)]
@@ -257,6 +268,37 @@ impl Uffd {
             Err(error) if error.raw_os_error() == Some(libc::EFAULT) => Install::PoolEmpty,
             Err(error) => self.install_outcome(&error),
         }
+    }
+
+    /// Whether the kernel has POISON (Linux 6.6).
+    pub(super) fn can_poison(&self) -> bool {
+        // An address of nobody: a kernel that knows the request finds no memory there, any other
+        // does not know the request.
+        match self.mark_poisoned(self.size.bytes(), self.size.bytes()) {
+            Ok(()) => true,
+            Err(error) => error.raw_os_error() == Some(libc::ENOENT),
+        }
+    }
+
+    /// Makes accesses to one page, which is not there, memory errors, and wakes its waiters.
+    pub(super) fn poison(&self, start: u64, length: u64) -> Install {
+        // An evicted page's protection has left a mark in the page table, which counts as a page.
+        let bare = self.write_protect(start, length, MODE_UNPROTECT_ASLEEP);
+        match bare.and_then(|()| self.mark_poisoned(start, length)) {
+            Ok(()) => Install::Done,
+            Err(error) => self.install_outcome(&error),
+        }
+    }
+
+    fn mark_poisoned(&self, start: u64, length: u64) -> io::Result<()> {
+        let mut poison = Poison {
+            start,
+            length,
+            mode: 0,
+            poisoned: 0,
+        };
+        // SAFETY: as in `adopt`.
+        check(unsafe { libc::ioctl(self.inner.as_raw_fd(), UFFDIO_POISON, &raw mut poison) })
     }
 
     /// Write-protects a range.

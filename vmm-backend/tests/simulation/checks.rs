@@ -4,6 +4,7 @@ use outram_backend::engine::eviction::Fate;
 use outram_backend::engine::shard::Shard;
 use outram_backend::engine::table::{Entry, State};
 use outram_backend::engine::{PageIndex, PageRun, SlotId};
+use outram_wire::lost_pages::LostPages;
 
 use crate::contents::Contents;
 use crate::plugging::Presence;
@@ -323,12 +324,20 @@ impl World {
     pub(crate) fn check_quiet(&self) -> Result<(), Violation> {
         for (number, vcpu) in self.vcpus.iter().enumerate() {
             let Some(access) = vcpu.access else { continue };
-            if self.shared.table.state(PageIndex(access.page)) != State::Lost {
+            let is_lost = self.shared.table.state(PageIndex(access.page)) == State::Lost;
+            if !is_lost || self.shared.lost_pages == LostPages::Poison {
                 return fail(
                     Check::Stuck,
                     format!("vCPU {number} waits: {access:?}, {:?}", self.summary()),
                 );
             }
+        }
+        let is_lost = |page: &u32| self.shared.table.state(PageIndex(*page)) == State::Lost;
+        if let Some(page) = self.poisoned.iter().find(|page| !is_lost(page)) {
+            return fail(
+                Check::Poisoned,
+                format!("page {page} is a memory error: {:?}", self.summary()),
+            );
         }
         if let Some((pin, request)) = self.device.iter().next() {
             return fail(Check::Stuck, format!("{pin:?} waits: {request:?}"));

@@ -151,7 +151,7 @@ impl Simulation {
 
     /// As the pager does it: every entry, then the shards, then the staging area's capacity.
     fn recover(&mut self) {
-        let engine = shared(Arc::clone(&self.words));
+        let engine = shared(Arc::clone(&self.words), self.shared.lost_pages);
         let left = {
             let world = &mut *self.world.borrow_mut();
             world.shared = Arc::clone(&engine);

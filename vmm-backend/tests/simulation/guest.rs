@@ -106,6 +106,11 @@ impl World {
             return Ok(());
         };
         let page = access.page as usize;
+        if self.poisoned.contains(&access.page) {
+            // It is told so, and does something else.
+            self.vcpus[number].access = None;
+            return Ok(());
+        }
         let Some(contents) = self.memory[page].clone() else {
             // Under KVM's asynchronous page faults reads ask for write access, too.
             let write = access.store.is_some() || self.random.chance(300);

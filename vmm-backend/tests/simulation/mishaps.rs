@@ -200,6 +200,7 @@ impl Simulation {
         };
         self.empty_inbox(shard);
         self.shards[shard].freeze(run);
+        self.shards[shard].on_mapped_anew(run);
         self.shards[shard].pump();
     }
 

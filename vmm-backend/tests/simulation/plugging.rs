@@ -88,6 +88,7 @@ impl World {
         }
         for page in run.pages() {
             self.protected[page.0 as usize] = false;
+            self.poisoned.remove(&page.0);
         }
         self.changing_parts[shard] = Presence::Unmapped;
     }

@@ -41,6 +41,7 @@ impl World {
             self.pool_left -= 1;
         }
         self.memory[place] = Some(contents);
+        self.poisoned.remove(&page.0);
         self.protected[place] = wp;
         self.wake(PageRun::single(page));
         Install::Done
@@ -92,6 +93,21 @@ impl Ports for SimPorts {
         world.protected[page.0 as usize] = false;
         world.wake(PageRun::single(page));
         Install::Done
+    }
+
+    fn poison(&mut self, page: PageIndex) -> Install {
+        let world = &mut *self.world.borrow_mut();
+        if world.is_changing(self.shard) || world.random.chance(5) {
+            return Install::Again;
+        }
+        if !world.is_there(page.0) {
+            return Install::Gone;
+        }
+        world.wake(PageRun::single(page));
+        match world.poisoned.insert(page.0) {
+            true => Install::Done,
+            false => Install::Exists,
+        }
     }
 
     fn wake(&mut self, run: PageRun) {

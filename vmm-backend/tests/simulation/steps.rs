@@ -16,6 +16,7 @@ use outram_backend::engine::staging::StagingPool;
 use outram_backend::engine::stats::Stats;
 use outram_backend::engine::table::{ENTRY_WORDS, PageTable, Words};
 use outram_backend::engine::{PageIndex, PageRun, PageSize, PinId, Shared, SharedRef};
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 
 use crate::crashes::{Deaths, WrittenDown};
@@ -88,7 +89,7 @@ impl Words for Lasting {
 }
 
 /// An engine's shared part over a table, with no staging slots yet.
-pub(crate) fn shared(words: TableWords) -> SharedRef {
+pub(crate) fn shared(words: TableWords, lost_pages: LostPages) -> SharedRef {
     Arc::new(Shared {
         page_size: PageSize::BASE,
         table: PageTable::new(Box::new(Lasting(words))),
@@ -96,6 +97,7 @@ pub(crate) fn shared(words: TableWords) -> SharedRef {
         staging: StagingPool::new(0),
         slots: SlotPool::new(SERVERS),
         key: PageKey::new(&[7; 32], Seal::Off),
+        lost_pages,
         stats: Stats::new(),
     })
 }
@@ -121,7 +123,11 @@ impl Simulation {
     pub(crate) fn new(seed: u64, memory: Memory, sabotage: Option<Sabotage>) -> Self {
         let words = (0..PAGES as usize * ENTRY_WORDS).map(|_| AtomicU64::new(0));
         let words: TableWords = Arc::new(words.collect());
-        let shared = shared(Arc::clone(&words));
+        let lost_pages = match seed % 2 {
+            1 => LostPages::Stop,
+            _ => LostPages::Poison,
+        };
+        let shared = shared(Arc::clone(&words), lost_pages);
         let written = WrittenDown::default();
         shared.staging.set_capacity(written.staging);
         shared.slots.set_keep_allowance(written.kept);

@@ -10,7 +10,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use outram_backend::engine::eviction::Run;
 use outram_backend::engine::shard::Fault;
+use outram_backend::engine::table::State;
 use outram_backend::engine::{PageIndex, PageRun, PinId, PinRefused, SharedRef, StagedPage};
+use outram_wire::lost_pages::LostPages;
 
 use crate::contents::{Contents, Store};
 use crate::crashes::WrittenDown;
@@ -50,6 +52,8 @@ pub(crate) enum Check {
     Stuck,
     /// Pages counted are not those that are there.
     Budget,
+    /// All is quiet, but a page that is not lost is a memory error.
+    Poisoned,
     /// Staging slots in use are not those held, or exceed the capacity.
     Staging,
     /// Gauges are not a recount of the table.
@@ -191,6 +195,8 @@ pub(crate) struct World {
     pub(crate) deferred: Vec<u32>,
     /// Pages whose stored copy the world has destroyed or damaged.
     pub(crate) may_be_lost: BTreeSet<u32>,
+    /// Pages that are memory errors.
+    pub(crate) poisoned: BTreeSet<u32>,
     pub(crate) vcpus: Vec<Vcpu>,
     pub(crate) uffds: Vec<Uffd>,
     /// Of each shard, the memory that comes and goes.
@@ -256,6 +262,7 @@ impl World {
             unreturned: vec![0; PAGES as usize],
             deferred: vec![0; PAGES as usize],
             may_be_lost: BTreeSet::new(),
+            poisoned: BTreeSet::new(),
             vcpus: vec![Vcpu::default(); 6],
             uffds: (0..SHARDS).map(|_| Uffd::default()).collect(),
             changing_parts: [Presence::There; SHARDS],
@@ -347,6 +354,7 @@ impl World {
             uffd.changing -= 1;
             for page in run.pages() {
                 self.unreturned[page.0 as usize] -= 1;
+                self.poisoned.remove(&page.0);
             }
         }
     }
@@ -355,7 +363,15 @@ impl World {
     /// does so while its vCPUs stand still.
     pub(crate) fn remap(&mut self, run: PageRun) {
         for page in run.pages() {
-            self.protected[page.0 as usize] = false;
+            let place = page.0 as usize;
+            self.protected[place] = false;
+            self.poisoned.remove(&page.0);
+            // Whoever is told of what is lost gets new memory in its place.
+            let is_told = self.shared.lost_pages == LostPages::Poison;
+            if is_told && self.shared.table.state(page) == State::Lost {
+                // Lost it is still where the engine dies before it has seen to that.
+                self.allowed[place] = vec![self.zero.clone()];
+            }
         }
         self.wake(run);
     }

@@ -2,8 +2,8 @@
 //! its [`Ports`].
 //!
 //! Invariant 2 (every fault ends exactly once) is kept by `pending`: a page somebody waits for has
-//! one entry there, which ends in `complete` (answered), in a wake (the guest looks again), or
-//! stays for good because the page is lost.
+//! one entry there, which ends in `complete` (answered), in a wake (the guest looks again), in a
+//! memory error, or stays for good because the page is lost.
 //!
 //! A slot, here or on a server, is given back only after the table says that the page needs it no
 //! longer: whoever recovers the table of a process that died must not find it in another's use.
@@ -22,6 +22,8 @@ mod reclaim;
 mod tests;
 
 use std::collections::{HashMap, HashSet, VecDeque};
+
+use outram_wire::lost_pages::LostPages;
 
 use super::eviction::Punching;
 use super::policy::{Arrival, Policy};
@@ -810,16 +812,36 @@ impl<P: Ports> Shard<P> {
             self.free_slot(entry.slot);
         }
         self.refuse_pins_of(&pending, PinRefused::Lost);
-        if pending.fault.is_some() {
+        if pending.fault.is_none() {
+            return;
+        }
+        let pending = Pending {
+            pins: Vec::new(),
+            ..pending
+        };
+        if self.shared.lost_pages == LostPages::Stop {
             self.shared.stats.lost_faults.count();
-            self.wait_for(
-                page,
-                Wait::Lost,
-                Pending {
-                    pins: Vec::new(),
-                    ..pending
-                },
-            );
+            return self.wait_for(page, Wait::Lost, pending);
+        }
+        match self.ports.poison(page) {
+            Install::Done | Install::Exists => {
+                self.shared.stats.poisoned_faults.count();
+                self.end_wait(&pending);
+            }
+            Install::Again | Install::PoolEmpty => self.retry_later(page, pending),
+            // Whoever faulted is woken when it is known what became of the mapping.
+            Install::Gone => {}
+        }
+    }
+
+    /// The VMM mapped pages anew. It does so, when the guest is reset, where the guest was told of a
+    /// memory error: what is lost is zero from now on.
+    pub fn on_mapped_anew(&mut self, run: PageRun) {
+        for page in run.pages() {
+            let is_told = self.shared.lost_pages == LostPages::Poison;
+            if is_told && self.shared.table.state(page) == State::Lost {
+                self.remove(page);
+            }
         }
     }
 
@@ -839,6 +861,10 @@ impl<P: Ports> Shard<P> {
             && !pending.is_idle()
         {
             self.resolve(page, pending);
+        } else if entry.state == State::Lost && self.shared.lost_pages == LostPages::Poison {
+            // A fault from before may have made it a memory error after it was given back.
+            let heal = Pending::new(None, self.ports.now_us());
+            self.resolve(page, heal);
         }
     }
 

@@ -124,6 +124,15 @@ impl CommandLine {
         self.all(name).next().is_some()
     }
 
+    /// Whether it asks for KVM.
+    pub(super) fn is_under_kvm(&self) -> bool {
+        self.has("enable-kvm")
+            || self.all("accel").any(|accel| accel.kind() == "kvm")
+            || self
+                .all("machine")
+                .any(|machine| machine.get("accel") == Some("kvm"))
+    }
+
     /// The memory backends, in the order of their creation.
     pub(super) fn memory_backends(&self) -> Vec<MemoryBackend> {
         self.all("object")

@@ -136,6 +136,12 @@ pub(crate) fn known_block(pid: i32, mapping: &Mapping) -> Result<RamBlock, Refus
     open_block(path, mapping, format!("memfd-{}", mapping.id.inode))
 }
 
+/// Refuses a guest that is not one of KVM, where what is lost is to be poisoned.
+pub fn demand_kvm(pid: i32) -> Result<(), Refusal> {
+    let line = CommandLine::parse(&read(&proc_path(pid, "cmdline"))?);
+    line.is_under_kvm().then_some(()).ok_or(Refusal::NotKvm)
+}
+
 /// Whether this host's settings allow paging: shared-memory THP off.
 pub fn host_requirements() -> Result<(), Refusal> {
     host::check_shmem_thp()

@@ -116,17 +116,12 @@ fn check_launch_security(line: &CommandLine) -> Result<(), Refusal> {
 
 /// Nested VMX: named in the CPU's features, or passed through where the host's KVM allows it.
 fn check_nested_vmx(line: &CommandLine) -> Result<(), Refusal> {
-    let under_kvm = line.has("enable-kvm")
-        || line.all("accel").any(|accel| accel.kind() == "kvm")
-        || line
-            .all("machine")
-            .any(|machine| machine.get("accel") == Some("kvm"));
     let Some(cpu) = line.all("cpu").next() else {
         return Ok(());
     };
     let stated = cpu.get("vmx").map(|_| cpu.is_on("vmx"));
     let passed_through = matches!(cpu.kind(), "host" | "max") && host_nests_vmx();
-    if under_kvm && stated.unwrap_or(passed_through) {
+    if line.is_under_kvm() && stated.unwrap_or(passed_through) {
         Err(Refusal::NestedVmx)
     } else {
         Ok(())

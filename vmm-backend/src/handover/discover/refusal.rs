@@ -102,6 +102,12 @@ pub enum Refusal {
          <cpu …><feature policy='disable' name='vmx'/></cpu>"
     )]
     NestedVmx,
+    /// Memory errors are to be handed to a guest that is emulated.
+    #[error(
+        "lost-pages='poison' ends a guest that is emulated, for its QEMU has nobody to hand a memory \
+         error to: use <domain type='kvm'>, or 'outram attach --lost-pages stop'"
+    )]
+    NotKvm,
     /// Guest RAM is partly huge pages from before shared-memory THP was turned off.
     #[error(
         "guest RAM '{name}' holds huge pages (at {offset:#x}) from a time when shared-memory huge pages \

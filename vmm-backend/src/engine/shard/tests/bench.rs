@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
+use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::PAGE_SIZE;
 
@@ -52,6 +53,8 @@ pub(super) struct Script {
     shared: SharedRef,
     pub(super) memory: BTreeMap<u32, Vec<u8>>,
     pub(super) protected: BTreeSet<u32>,
+    /// Pages that are memory errors.
+    pub(super) poisoned: BTreeSet<u32>,
     pub(super) staging: BTreeMap<u32, Vec<u8>>,
     /// How many more attempts to install or unprotect end with `Again`.
     pub(super) agains: u32,
@@ -75,6 +78,7 @@ impl Script {
             return Install::Exists;
         }
         self.memory.insert(page.0, bytes);
+        self.poisoned.remove(&page.0);
         self.protected.remove(&page.0);
         if protect {
             self.protected.insert(page.0);
@@ -122,6 +126,18 @@ impl Ports for Script {
         self.protected.remove(&page.0);
         self.woken.push(PageRun::single(page));
         Install::Done
+    }
+
+    fn poison(&mut self, page: PageIndex) -> Install {
+        if self.agains > 0 {
+            self.agains -= 1;
+            return Install::Again;
+        }
+        self.woken.push(PageRun::single(page));
+        match self.poisoned.insert(page.0) {
+            true => Install::Done,
+            false => Install::Exists,
+        }
     }
 
     fn wake(&mut self, run: PageRun) {
@@ -206,6 +222,10 @@ const SLAB: SlabRef = SlabRef { server: 0, slab: 0 };
 
 /// What a guest's shards share: room for `limit` pages, `staging` staging slots, one slab.
 pub(super) fn shared(limit: u64, staging: u32) -> SharedRef {
+    shared_with(limit, staging, LostPages::Stop)
+}
+
+fn shared_with(limit: u64, staging: u32, lost_pages: LostPages) -> SharedRef {
     let stats = Stats::new();
     let slots = SlotPool::new(1);
     slots.set_connected(0, true);
@@ -218,6 +238,7 @@ pub(super) fn shared(limit: u64, staging: u32) -> SharedRef {
         staging: StagingPool::new(staging),
         slots,
         key: PageKey::new(&[3; 32], Seal::On),
+        lost_pages,
         stats,
     })
 }
@@ -234,12 +255,18 @@ impl Bench {
         Self::of(0, &shared(100, 32))
     }
 
+    /// The same, whose guest is told of lost pages by memory errors.
+    pub(super) fn poisoning() -> Self {
+        Self::of(0, &shared_with(100, 32, LostPages::Poison))
+    }
+
     /// The shard whose first page is `first`.
     pub(super) fn of(first: u32, shared: &SharedRef) -> Self {
         let script = Script {
             shared: Arc::clone(shared),
             memory: BTreeMap::new(),
             protected: BTreeSet::new(),
+            poisoned: BTreeSet::new(),
             staging: BTreeMap::new(),
             agains: 0,
             refuse_punch: false,

@@ -1,5 +1,7 @@
 //! Faults on pages in each state.
 
+use std::collections::BTreeSet;
+
 use super::bench::*;
 use crate::engine::shard::FetchFailed;
 use crate::engine::stats::FaultKind;
@@ -318,4 +320,81 @@ fn the_scripted_world_reports_what_exists() {
     bench.world().memory.insert(1, bytes(1));
     let (made, how) = bench.world().zero(run(0, 3));
     assert_eq!((made, how), (1, Install::Exists));
+}
+
+/// A page that is lost, of a guest that is told so by memory errors.
+fn lost_and_poisonable(page: u32) -> Bench {
+    let mut bench = Bench::poisoning();
+    bench.store_remotely(page, 1);
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    bench
+}
+
+#[test]
+fn who_asks_for_a_lost_page_is_told_by_a_memory_error() {
+    let mut bench = lost_and_poisonable(7);
+    assert!(bench.world().poisoned.is_empty(), "unasked");
+    bench.fault(7, READ);
+    assert_eq!(bench.world().poisoned, BTreeSet::from([7]));
+    assert!(bench.world().has_woken(7));
+    assert_eq!((bench.state(7), bench.read(7)), (State::Lost, None));
+    assert_eq!(bench.shard.waiting_faults(), 0);
+    let stats = &bench.shared.stats;
+    assert_eq!(
+        (stats.poisoned_faults.get(), stats.lost_faults.get()),
+        (1, 0)
+    );
+}
+
+#[test]
+fn a_memory_error_waits_for_mappings_to_settle() {
+    let mut bench = lost_and_poisonable(7);
+    bench.world().agains = 2;
+    bench.fault(7, READ);
+    assert_eq!(bench.shard.waiting_faults(), 1);
+    bench.shard.pump();
+    assert_eq!(bench.world().poisoned, BTreeSet::from([7]));
+    assert_eq!(bench.shard.waiting_faults(), 0);
+}
+
+#[test]
+fn a_page_poisoned_by_a_former_process_is_poisoned_still() {
+    let mut bench = lost_and_poisonable(7);
+    bench.world().poisoned.insert(7);
+    bench.fault(7, WRITE);
+    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!((bench.state(7), bench.read(7)), (State::Lost, None));
+}
+
+#[test]
+fn memory_in_place_of_lost_pages_is_zero() {
+    let mut bench = lost_and_poisonable(7);
+    bench.touch(8, 2);
+    bench.fault(7, READ);
+    bench.shard.on_mapped_anew(run(6, 4));
+    assert!(bench.world().poisoned.is_empty());
+    assert_eq!(bench.read(7), Some(vec![0; 4096]));
+    assert_eq!(bench.read(8), Some(bytes(2)), "what is not lost stays");
+}
+
+#[test]
+fn memory_mapped_anew_is_lost_still_for_who_was_not_told() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    bench.fault(7, READ);
+    bench.shard.on_mapped_anew(run(6, 4));
+    assert_eq!((bench.state(7), bench.read(7)), (State::Lost, None));
+}
+
+/// The fault was told before the discard, and answered after its caller had gone on.
+#[test]
+fn a_page_poisoned_while_it_was_given_back_is_healed() {
+    let mut bench = lost_and_poisonable(7);
+    bench.fault(7, READ);
+    bench.remove(7);
+    assert!(bench.world().poisoned.is_empty());
+    assert_eq!(bench.read(7), Some(vec![0; 4096]));
 }
