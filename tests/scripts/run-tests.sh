@@ -8,6 +8,7 @@ cd "$(dirname "$0")/../.."
 export PATH=$PATH:/usr/sbin:/sbin
 log=target/test.log
 e2e_log=target/test-e2e.log
+lab_log=target/test-lab.log
 
 give_up() { # what failed: counted, so that the closing line tells
   echo "$1"
@@ -17,18 +18,20 @@ give_up() { # what failed: counted, so that the closing line tells
 }
 
 # The guests of the end-to-end tests, one after another, keep one processor busy, and have it before the
-# other tests, which run beside them with whatever is left.
+# other tests, which run beside them with whatever is left. Guests of KVM in lab guests want all of it:
+# last and alone, where OUTRAM_TEST_UNDER_KVM=1 asks for them.
 run_lanes() {
   local status
   set -m   # a process group of its own, so that all of it can be ended
-  (set -o pipefail; cargo test --workspace --no-fail-fast --test e2e 2>&1 | tee "$e2e_log" | sed -u 's/^/e2e: /') &
+  (set -o pipefail; OUTRAM_E2E=here cargo test --workspace --no-fail-fast --test e2e 2>&1 | tee "$e2e_log" | sed -u 's/^/e2e: /') &
   e2e=$!
   set +m
   trap 'kill -- "-$e2e" 2>/dev/null' EXIT
-  OUTRAM_E2E_BESIDE=1 nice -n 10 cargo test --workspace --no-fail-fast 2>&1 | tee "$log"
+  OUTRAM_E2E=none nice -n 10 cargo test --workspace --no-fail-fast 2>&1 | tee "$log"
   status=${PIPESTATUS[0]}
   wait "$e2e" || status=$?
   trap - EXIT   # its number may be another's by now
+  OUTRAM_E2E=lab cargo test --workspace --no-fail-fast --test e2e 2>&1 | tee "$lab_log" || status=$?
   return "$status"
 }
 
@@ -43,10 +46,14 @@ run_all() {
   # First, for it leaves its programs where this build's are to be. Without it, those tests say that
   # they are skipped.
   tests/scripts/build-previous.sh >/dev/null || echo "SKIPPED: tests of upgrades: the build before this one could not be made"
+  if [ -n "${OUTRAM_TEST_UNDER_KVM:-}" ]; then
+    images/lab/newest.sh >/dev/null || echo "SKIPPED: the lab guest with the newest kernel: it could not be built"
+  fi
   cargo build --workspace || give_up "FAILED: the workspace does not build"
   cargo test --workspace --no-run || give_up "FAILED: the tests do not build"
 
-  rm -f "$log" "$e2e_log"
+  local file
+  for file in "$log" "$e2e_log" "$lab_log"; do : >"$file"; done
   if [ $# != 0 ]; then
     cargo test --workspace --no-fail-fast "$@" 2>&1 | tee "$log"
     status=${PIPESTATUS[0]}
@@ -60,10 +67,10 @@ run_all() {
   read -r passed failed skipped < <(awk '
     /^test result: / { for (i = 1; i < NF; i++) {
       if ($(i+1) ~ /^passed/) p += $i; if ($(i+1) ~ /^failed/) f += $i; if ($(i+1) ~ /^ignored/) s += $i } }
-    END { print p+0, f+0, s+0 }' "$log" $e2e_log)
+    END { print p+0, f+0, s+0 }' "$log" "$e2e_log" "$lab_log")
   if [ "$status" != 0 ] && [ "$failed" = 0 ]; then failed=1; fi
-  if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -hE '^SKIPPED|\.\.\. ignored' "$log" $e2e_log | sed 's/^/  /'; fi
-  if [ "$failed" != 0 ]; then echo; echo "failed:"; grep -hE '\.\.\. FAILED' "$log" $e2e_log | sed 's/^/  /'; fi
+  if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -hE '^SKIPPED|\.\.\. ignored' "$log" "$e2e_log" "$lab_log" | sed 's/^/  /'; fi
+  if [ "$failed" != 0 ]; then echo; echo "failed:"; grep -hE '\.\.\. FAILED' "$log" "$e2e_log" "$lab_log" | sed 's/^/  /'; fi
   echo "$passed passed, $failed failed, $skipped skipped" | tee target/test-summary
   [ "$failed" = 0 ]
 }

@@ -20,6 +20,7 @@
 //! | `fs-make`, `fs-write FILES VERSION`, `fs-verify FILES VERSION`, `fs-remove FILES` | `FS …` |
 //! | `bare-write MIB VERSION`, `bare-verify MIB VERSION`, `bare-clear discard` | `BARE …` |
 //! | `mmio-pages N`, `mmio-pass` | `MMIO pages=…`, `MMIO pages=… wrong=…`: pages to and from where no memory is |
+//! | `reader MIB`, `reader-end` | `READER pages=N`, `READER signal=N`: another process reads its memory; what ended it |
 //! | `meminfo` | `MEMINFO …` |
 //! | `poweroff`, `reboot` | the guest ends or starts again |
 
@@ -27,6 +28,7 @@ mod arena;
 mod disk;
 mod mmio;
 mod pattern;
+mod reader;
 mod volume;
 
 use std::io::{self, BufRead};
@@ -38,6 +40,7 @@ use std::time::{Duration, Instant};
 
 use arena::{Region, Tally};
 use pattern::PAGE_BYTES;
+use reader::Reader;
 
 /// What `alloc all` leaves: page tables of what it takes, versions of its pages (a thousandth), and
 /// what a kernel that is asked for its last page needs to go on.
@@ -54,14 +57,24 @@ struct Agent {
     tally: Arc<Tally>,
     workers: usize,
     mmio_pages: Option<mmio::Pages>,
+    reader: Option<Reader>,
 }
 
 fn main() {
+    let mut arguments = std::env::args().skip(1);
+    if arguments.next().as_deref() == Some(reader::ARGUMENT) {
+        match number(arguments.next().as_deref(), "MiB") {
+            Ok(mib) => reader::read(mib),
+            Err(error) => println!("{error}"),
+        }
+        return;
+    }
     let mut agent = Agent {
         memory: Memory::Idle(Vec::new()),
         tally: Arc::new(Tally::default()),
         workers: thread::available_parallelism().map_or(1, usize::from),
         mmio_pages: None,
+        reader: None,
     };
     println!(
         "READY ram_kib={} workers={}",
@@ -163,6 +176,8 @@ impl Agent {
             "bare-clear" => volume::clear(first.unwrap_or("")),
             "mmio-pages" => number(first, "pages").map(|pages| self.fill_mmio_pages(pages)),
             "mmio-pass" => self.pass_mmio_pages(),
+            "reader" => number(first, "MiB").and_then(|mib| self.start_reader(mib)),
+            "reader-end" => self.end_reader(),
             "meminfo" => meminfo(),
             "poweroff" | "reboot" => end(command),
             other => Err(format!("unknown command '{other}'")),
@@ -317,6 +332,16 @@ impl Agent {
         how(region, pages as usize);
         self.memory = Memory::Idle(regions);
         Ok("BROKEN".to_owned())
+    }
+
+    fn start_reader(&mut self, mib: u64) -> Result<String, String> {
+        self.reader = Some(Reader::start(mib)?);
+        Ok(format!("READER pages={}", (mib << 20) / PAGE_BYTES as u64))
+    }
+
+    fn end_reader(&mut self) -> Result<String, String> {
+        let reader = self.reader.take().ok_or("reader comes first")?;
+        Ok(format!("READER signal={}", reader.wait()?))
     }
 
     fn fill_mmio_pages(&mut self, pages: u64) -> String {

@@ -26,6 +26,7 @@ mod migration_fails;
 mod neighbours;
 mod operator;
 mod outage;
+mod poison;
 mod ratio;
 mod readme;
 mod reconnect;
@@ -47,15 +48,41 @@ use outram_tests::hermetic::{neighbour, sandbox};
 /// A test: its name and what it does.
 type Test = suite::Test<Lab>;
 
+/// Which of these tests are to be run, as the variable `OUTRAM_E2E` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    /// `none`.
+    None,
+    /// `here`: those on this machine.
+    Here,
+    /// `lab`: those in a lab guest, which want the machine for themselves.
+    Lab,
+    /// No such variable.
+    All,
+}
+
+impl Part {
+    fn wanted() -> Self {
+        let named = std::env::var("OUTRAM_E2E");
+        match named.as_deref() {
+            Ok("none") => Self::None,
+            Ok("here") => Self::Here,
+            Ok("lab") => Self::Lab,
+            _ => Self::All,
+        }
+    }
+}
+
 fn main() -> ExitCode {
     if let Some(code) = neighbour::serve() {
         return code;
     }
-    if std::env::var_os("OUTRAM_E2E_BESIDE").is_some() {
+    let part = Part::wanted();
+    if part == Part::None {
         eprintln!("the end-to-end tests run beside these: see tests/scripts/run-tests.sh");
         return ExitCode::SUCCESS;
     }
-    let tests = [
+    let here = [
         checker::TESTS,
         operator::TESTS,
         command_line::TESTS,
@@ -79,20 +106,29 @@ fn main() -> ExitCode {
         snapshots::TESTS,
         migration::TESTS,
         migration_fails::TESTS,
-        under_kvm::TESTS,
-        kvm_paths::TESTS,
-        vhost_net::TESTS,
-        far_host::TESTS,
         outage::TESTS,
         backend_dies::TESTS,
         strangers::TESTS,
     ];
+    let in_the_lab = [
+        under_kvm::TESTS,
+        kvm_paths::TESTS,
+        vhost_net::TESTS,
+        poison::TESTS,
+        far_host::TESTS,
+    ];
+    let tests = match part {
+        Part::None => Vec::new(),
+        Part::Here => here.concat(),
+        Part::Lab => in_the_lab.concat(),
+        Part::All => [here.concat(), in_the_lab.concat()].concat(),
+    };
     let suite = Suite {
         what: "end-to-end tests",
         obstacle: sandbox::obstacle,
         // Each guest wants a processor of its own, and there may be two.
         at_once: 1,
-        tests: tests.concat(),
+        tests,
         furnish: Lab::new,
         run: Lab::run,
     };

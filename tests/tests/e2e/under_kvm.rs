@@ -40,7 +40,7 @@ pub(crate) const GUEST: LabGuest = LabGuest {
 const RAM_MIB: u64 = 256;
 
 /// How long one may take: thirteen minutes were seen for the migrations, on a busy machine.
-const LIMIT: Duration = Duration::from_secs(2400);
+pub(crate) const LIMIT: Duration = Duration::from_secs(2400);
 
 /// Said where the emulated processor cannot run guests.
 const NO_SVM: &str = "this QEMU does not emulate SVM";
@@ -71,6 +71,16 @@ pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Re
     })
 }
 
+/// The same with the newest kernel that the distribution offers, where that has been fetched.
+pub(crate) fn again_on_the_newest_kernel(test: &str, limit: Duration) -> Result<()> {
+    demand_wanted()?;
+    if !top().join("target/images-newest/lab-initrd").exists() {
+        let reason = "it takes another kernel package: get it with images/lab/newest.sh";
+        bail!(Skipped(reason.into()));
+    }
+    again_under_kvm(test, Kernel::Newest, limit)
+}
+
 /// Runs a test of this program in a lab guest that `run` boots with this shared folder, after the lines
 /// `before` of a script.
 pub(crate) fn again_in(
@@ -86,6 +96,7 @@ pub(crate) fn again_in(
     let inner = share.join(test);
     if inner.is_dir() {
         let to = logs().join(format!("{test}-under-kvm"));
+        fs::create_dir_all(&to)?;
         let copied = std::process::Command::new("cp")
             .arg("-rT")
             .args([&inner, &to])

@@ -19,8 +19,8 @@ use outram_tests::hermetic::suite::Skipped;
 use outram_tests::lab_guest::Kernel;
 
 use crate::Test;
-use crate::fixture::{LONG, Lab, SHORT, top, wait_under_limit};
-use crate::under_kvm::again_under_kvm;
+use crate::fixture::{LONG, Lab, SHORT, wait_under_limit};
+use crate::under_kvm::{again_on_the_newest_kernel, again_under_kvm};
 
 const NAME: &str = "a_killed_qemu_is_reaped_though_vhost_net_waits_for_a_page";
 
@@ -47,11 +47,7 @@ fn on_the_newest_kernel() -> Result<()> {
         let reason = "it is for the lab guest: this machine has its own kernel";
         bail!(Skipped(reason.into()));
     }
-    if !top().join("target/images-newest/lab-initrd").exists() {
-        let reason = "it takes another kernel package: get it with images/lab/newest.sh";
-        bail!(Skipped(reason.into()));
-    }
-    again_under_kvm(NAME, Kernel::Newest, LIMIT)
+    again_on_the_newest_kernel(NAME, LIMIT)
 }
 
 /// The smallest that boots well: each page of it costs a millisecond or more in the lab guest.

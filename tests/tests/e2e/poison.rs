@@ -1,0 +1,82 @@
+//! A guest of KVM that is told of a lost page by a memory error, as it is of broken hardware: the process
+//! whose page it was is ended, and all else goes on. It takes Linux 6.6 on the host.
+
+use anyhow::{Result, ensure};
+use outram_tests::hermetic::guest::{Spec, greet};
+use outram_tests::hermetic::host::{Acceleration, kernel_poisons};
+use outram_tests::hermetic::proxy::Proxy;
+use outram_wire::control::Phase;
+
+use crate::Test;
+use crate::fixture::{LONG, Lab, demand_no_mismatch, power_off, wait_under_limit};
+use crate::under_kvm::{LIMIT, SHOWN, again_on_the_newest_kernel};
+
+const NAME: &str = "a_guest_of_kvm_outlives_a_lost_page";
+
+pub(crate) const TESTS: &[Test] = &[(NAME, |lab| match Acceleration::wanted() {
+    Acceleration::Emulated => again_on_the_newest_kernel(NAME, LIMIT),
+    Acceleration::Kvm => outlives(lab),
+})];
+
+const RAM_MIB: u64 = 208;
+
+/// A processor of Intel's: on AMD's, Linux recovers from memory errors only where the processor says
+/// that it can (SUCCOR), which QEMU 7.2 knows nothing of, and panics elsewhere.
+const PROCESSOR: &str = "<cpu mode='custom' match='exact' check='none'>
+    <model fallback='allow' vendor_id='GenuineIntel'>Nehalem</model>
+  </cpu>";
+
+/// Share of the RAM that the checker has, in per cent, and what the process has that loses a page.
+const SHARE: u64 = 15;
+const READER_MIB: u64 = 56;
+const LEFT: &str = "80MiB";
+
+/// Reads of a page that are all wrong, so that it counts as lost.
+const READS: u64 = 2;
+
+fn outlives(lab: &Lab) -> Result<()> {
+    let server = lab.server("512MiB")?;
+    let proxy = Proxy::start(&format!("127.0.0.1:{}", lab.host.port()), &server.address)?;
+    let mut spec = Spec::new("told", RAM_MIB);
+    spec.vcpus = 1;
+    spec.extra_elements = PROCESSOR.to_owned();
+    let limit = ["--local-ratio", "1", "--lost-pages", "poison"];
+    let guest = lab.attach(spec, &limit, &proxy.address)?;
+    if !kernel_poisons()? {
+        let start = guest.place.virsh(&["start", &guest.uuid])?;
+        ensure!(start.code != Some(0), "it was started");
+        ensure!(start.said().contains("Linux 6.6"), "{}", start.said());
+        println!("{SHOWN}the lab's kernel is older than Linux 6.6: it was refused");
+        return Ok(());
+    }
+    let mut console = guest.boot()?;
+    console.ask(&format!("alloc {SHARE}"), "ALLOCATED", LONG)?;
+    console.ask(&format!("reader {READER_MIB}"), "READER", LONG)?;
+    lab.tune(&guest, &["--local", LEFT])?;
+    wait_under_limit(&guest)?;
+    let mut status = guest.status()?;
+    while status.counters.faults_poisoned == 0 {
+        // No more than one page: the kernel's own are as good as any.
+        proxy.spoil(READS);
+        status = guest.wait_status("a page to be refused", LONG, |_| proxy.to_spoil() == 0)?;
+    }
+    let end = console.ask("reader-end", "READER", LONG)?;
+    ensure!(end.get("signal")? == libc::SIGBUS as u64, "{}", end.line);
+    let report = console.ask("verify", "CHECKER", LONG)?;
+    demand_no_mismatch(&console, &report)?;
+    let status = guest.status()?;
+    ensure!(
+        status.phase == Phase::Serving && status.lost_bytes > 0,
+        "{status:?}"
+    );
+    // QEMU replaces what is broken at a reset.
+    console.send("reboot")?;
+    console.expect(&["READY"], LONG)?;
+    greet(&mut console)?;
+    console.ask("alloc 70", "ALLOCATED", LONG)?;
+    let report = console.ask("verify", "CHECKER", LONG)?;
+    demand_no_mismatch(&console, &report)?;
+    let status = guest.status()?;
+    ensure!(status.lost_bytes == 0, "{status:?}");
+    power_off(&guest, &mut console, &server)
+}
