@@ -57,7 +57,7 @@ enum Part {
     Here,
     /// `lab`: those in a lab guest, which want the machine for themselves.
     Lab,
-    /// No such variable.
+    /// Anything else, or no such variable.
     All,
 }
 

@@ -1,6 +1,8 @@
 //! A guest of KVM that is told of a lost page by a memory error, as it is of broken hardware: the process
 //! whose page it was is ended, and all else goes on. It takes Linux 6.6 on the host.
 
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
 use outram_tests::hermetic::guest::{Spec, greet};
 use outram_tests::hermetic::host::{Acceleration, kernel_poisons};
@@ -31,6 +33,9 @@ const SHARE: u64 = 15;
 const READER_MIB: u64 = 56;
 const LEFT: &str = "80MiB";
 
+/// Until all that is fetched is the reader's, but for one page in many.
+const SETTLING: Duration = Duration::from_secs(30);
+
 /// Reads of a page that are all wrong, so that it counts as lost.
 const READS: u64 = 2;
 
@@ -54,6 +59,8 @@ fn outlives(lab: &Lab) -> Result<()> {
     console.ask(&format!("reader {READER_MIB}"), "READER", LONG)?;
     lab.tune(&guest, &["--local", LEFT])?;
     wait_under_limit(&guest)?;
+    // What the kernel uses is back by then: that it should lose none of.
+    std::thread::sleep(SETTLING);
     let mut status = guest.status()?;
     while status.counters.faults_poisoned == 0 {
         // No more than one page: the kernel's own are as good as any.

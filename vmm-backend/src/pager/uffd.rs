@@ -270,11 +270,11 @@ impl Uffd {
         }
     }
 
-    /// Whether the kernel has POISON (Linux 6.6).
+    /// Whether the kernel has POISON (Linux 6.6). Nothing is registered yet.
     pub(super) fn can_poison(&self) -> bool {
-        // An address of nobody: a kernel that knows the request finds no memory there, any other
-        // does not know the request.
-        match self.mark_poisoned(self.size.bytes(), self.size.bytes()) {
+        // Any address that a process may have (not one below `vm.mmap_min_addr`): a kernel that knows
+        // the request finds nothing of ours there, any other does not know the request.
+        match self.mark_poisoned(1 << 30, self.size.bytes()) {
             Ok(()) => true,
             Err(error) => error.raw_os_error() == Some(libc::ENOENT),
         }
