@@ -33,6 +33,8 @@ pub struct Spec {
     pub extra_devices: String,
     /// Whether the balloon reports free pages.
     pub free_page_reporting: bool,
+    /// More of its kernel's command line.
+    pub kernel_arguments: String,
     /// Contents of `<metadata>`, where the domain is written by hand.
     pub metadata: String,
     /// Whether it runs on while its memory is taken, whatever its emulator: one whose dirty pages are
@@ -50,6 +52,7 @@ impl Spec {
             extra_elements: String::new(),
             extra_devices: String::new(),
             free_page_reporting: false,
+            kernel_arguments: String::new(),
             metadata: String::new(),
             runs_while_taken: false,
         }
@@ -88,7 +91,7 @@ impl Spec {
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>{IMAGES}/vmlinux</kernel>
     <initrd>{IMAGES}/initrd</initrd>
-    <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable memhp_default_state=online_movable</cmdline>
+    <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable memhp_default_state=online_movable{kernel_arguments}</cmdline>
   </os>
   <features><acpi/></features>
   <on_poweroff>destroy</on_poweroff>
@@ -109,6 +112,10 @@ impl Spec {
             kind = Acceleration::wanted().domain_type(),
             name = self.name.replace('&', "&amp;").replace('<', "&lt;"),
             stem = self.stem(),
+            kernel_arguments = match self.kernel_arguments.as_str() {
+                "" => String::new(),
+                more => format!(" {more}"),
+            },
             metadata = self.metadata,
             memory = self.memory_mib,
             vcpus = self.vcpus,
@@ -280,6 +287,14 @@ impl Guest {
     pub fn wait_backend_gone(&self, limit: Duration) -> Result<()> {
         wait_for("the backend to end", limit, || {
             Ok(self.status_if_any().is_none().then_some(()))
+        })
+    }
+
+    /// Waits until nothing is left of its backend, which answers nobody while it cleans up.
+    pub fn wait_run_dir_gone(&self, limit: Duration) -> Result<()> {
+        let dir = self.run_dir();
+        wait_for(&format!("{} to be removed", dir.display()), limit, || {
+            Ok((!dir.exists()).then_some(()))
         })
     }
 }

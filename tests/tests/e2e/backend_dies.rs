@@ -83,8 +83,7 @@ fn outlive(lab: &Lab) -> Result<()> {
     check(&mut console, SHARE, 1)?;
     ensure!(guest.state()? == "running");
     power_off(&guest, &mut console, &server)?;
-    ensure!(!run_dir.exists(), "{} stays", run_dir.display());
-    Ok(())
+    guest.wait_run_dir_gone(SHORT)
 }
 
 /// Files are written, read and removed meanwhile.

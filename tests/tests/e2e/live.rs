@@ -87,7 +87,7 @@ fn demand_refusal(lab: &Lab, arguments: &[&str], words: &[&str]) -> Result<()> {
 fn demand_untouched(guest: &Guest) -> Result<()> {
     let xml = virsh_ok(&["dumpxml", guest.name()])?;
     ensure!(!xml.contains("outram"), "something is left: {xml}");
-    ensure!(!guest.run_dir().exists(), "its run directory is left");
+    guest.wait_run_dir_gone(SHORT)?;
     ensure!(guest.state()? == "running", "it does not run");
     let userfaultfds = std::fs::read_dir(format!("/proc/{}/fd", guest.qemu_pid()?))?
         .flatten()
