@@ -36,6 +36,9 @@ pub enum Mischief {
 struct Orders {
     mischief: Mischief,
     replies: u64,
+    /// The only place that it is done to, once there is one.
+    place: Option<Extent>,
+    is_for_one: bool,
 }
 
 #[derive(Debug, Default)]
@@ -105,7 +108,20 @@ impl Proxy {
 
     /// Does this to that many replies to come.
     pub fn meddle(&self, mischief: Mischief, replies: u64) {
-        *lock(&self.shared.orders) = Orders { mischief, replies };
+        *lock(&self.shared.orders) = Orders {
+            mischief,
+            replies,
+            ..Orders::default()
+        };
+    }
+
+    /// Flips a bit of whatever is read next whenever it is read, until other orders come.
+    pub fn spoil_one_page(&self) {
+        *lock(&self.shared.orders) = Orders {
+            replies: u64::MAX,
+            is_for_one: true,
+            ..Orders::default()
+        };
     }
 
     /// Replies that it is still to be done to.
@@ -313,6 +329,9 @@ impl Shared {
         }
         let written = lock(&self.written);
         let [extent] = extents else { return None };
+        if orders.is_for_one && *orders.place.get_or_insert(*extent) != *extent {
+            return None;
+        }
         match orders.mischief {
             Mischief::Flip => payload[0] ^= 0x10,
             Mischief::Replay => {
