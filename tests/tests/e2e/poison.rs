@@ -86,7 +86,7 @@ fn is_told(lab: &Lab) -> Result<()> {
     virsh_ok(&["reset", guest.name()])?;
     greet(&mut console)?;
     lab.tune(&guest, &["--local-ratio", "1"])?;
-    console.ask("alloc 70", "ALLOCATED", LONG)?;
+    console.ask("alloc 45", "ALLOCATED", LONG)?;
     let report = console.ask("verify", "CHECKER", LONG)?;
     demand_no_mismatch(&console, &report)?;
     let status = guest.status()?;
