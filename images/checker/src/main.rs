@@ -1,6 +1,7 @@
 //! The program inside the test guest. It obeys commands, first those of the kernel's command line
 //! (`outram.do=check:80:20,poweroff`), then those read line by line from the serial console, and
-//! answers each with one line.
+//! answers each with one line. A last command `again` of the kernel's command line has those before
+//! it obeyed for ever.
 //!
 //! | command | answer |
 //! |---|---|
@@ -81,8 +82,18 @@ fn main() {
         ram_bytes().unwrap_or(0) / 1024,
         agent.workers
     );
-    for command in boot_commands() {
-        agent.obey(&command);
+    let commands = boot_commands();
+    let (commands, is_again) = match commands.split_last() {
+        Some((last, before)) if last == "again" => (before, true),
+        _ => (commands.as_slice(), false),
+    };
+    loop {
+        for command in commands {
+            agent.obey(command);
+        }
+        if !is_again {
+            break;
+        }
     }
     for line in io::stdin().lock().lines() {
         match line {

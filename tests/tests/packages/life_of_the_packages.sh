@@ -10,9 +10,15 @@ step() { echo "STEP $(cut -d. -f1 /proc/uptime)s: $*"; }
 fail() {
   echo "FAILED: $*"
   denials | tail -20 || true
-  journalctl --no-pager -q -n 60 -u 'outram*' -u libvirtd || true
   timeout 30 outram status || true
-  for log in /var/log/libvirt/qemu/*.log; do echo "$log:"; tail -30 "$log" || true; done
+  # Where each thread of the guest waits, and whether the host's kernel has come to grief.
+  for task in /proc/"$(pidof -s qemu-system-x86_64)"/task/*; do
+    echo "$(cat "$task/comm"): $(sed -n 's/^State:[[:space:]]*//p' "$task/status")"
+    head -6 "$task/stack"
+  done 2>/dev/null || true
+  dmesg --level=emerg,alert,crit,err | tail -10 || true
+  for log in /var/log/libvirt/qemu/*.log; do echo "$log:"; tail -8 "$log" | cut -c1-300 || true; done
+  journalctl --no-pager -q -n 60 -u 'outram*' -u libvirtd || true
   exit 1
 }
 trap 'fail "line $LINENO: $BASH_COMMAND"' ERR
