@@ -158,7 +158,12 @@ fn accept(client: TcpStream, target: &str, shared: &Arc<Shared>) {
     let Ok(server) = TcpStream::connect(target) else {
         return;
     };
+    let (Ok(from), Ok(to)) = (client.try_clone(), server.try_clone()) else {
+        return;
+    };
     shared.accepted.fetch_add(1, Ordering::Relaxed);
+    // Before anything is carried: a client that has its answer may have it cut.
+    lock(&shared.open).extend([from, to]);
     let asked = Arc::<Mutex<VecDeque<Asked>>>::default();
     for (from, to, way) in [
         (&client, &server, Way::Requests),
@@ -170,7 +175,6 @@ fn accept(client: TcpStream, target: &str, shared: &Arc<Shared>) {
         let (shared, asked) = (Arc::clone(shared), Arc::clone(&asked));
         std::thread::spawn(move || forward(from, to, way, &shared, &asked));
     }
-    lock(&shared.open).extend([client, server]);
 }
 
 /// A request on its way, in the order in which they are answered.

@@ -175,7 +175,7 @@ impl MemServer {
         let (child, address, log) = (&mut self.child, &self.address, &self.log);
         wait_for(
             "the memory server to listen",
-            Duration::from_secs(20),
+            Duration::from_secs(60),
             || {
                 if let Some(status) = child.try_wait()? {
                     bail!(
@@ -216,7 +216,7 @@ fn spawn(program: &Path, arguments: &[String], log: &Path) -> Result<Child> {
 fn scrape(address: &str) -> Result<String> {
     let mut socket =
         TcpStream::connect(address).with_context(|| format!("metrics at {address}"))?;
-    socket.set_read_timeout(Some(Duration::from_secs(10)))?;
+    socket.set_read_timeout(Some(Duration::from_secs(60)))?;
     let request = format!("GET /metrics HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
     socket.write_all(request.as_bytes())?;
     let mut answer = String::new();

@@ -413,7 +413,7 @@ impl Drop for Guest {
     fn drop(&mut self) {
         // The backend first would leave its guest with memory that nobody serves.
         let _ = self.vmm.kill();
-        let ended = wait_for("the backend to end", Duration::from_secs(10), || {
+        let ended = wait_for("the backend to end", LONG, || {
             Ok(self.backend.try_wait()?)
         });
         if ended.is_err() {

@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use outram_tests::hermetic::command::{run, wait_for};
 use outram_tests::hermetic::guest::Spec;
-use outram_tests::hermetic::host::{Acceleration, RUN};
+use outram_tests::hermetic::host::Acceleration;
 use outram_tests::hermetic::server::MemServer;
 use outram_tests::hermetic::suite::Skipped;
 use outram_tests::lab_guest::Kernel;
@@ -117,10 +117,10 @@ fn reaped_here(lab: &Lab) -> Result<()> {
     guest.wait_state("shut off", SHORT)?;
     guest.wait_backend_gone(LONG)?;
     ensure!(workers()?.is_empty(), "a worker of vhost-net is left");
-    ensure!(
-        !Path::new(RUN).join(&guest.uuid).join("state").exists(),
-        "its backend left something in its run directory"
-    );
+    let state = guest.run_dir().join("state");
+    wait_for("the backend's state to be removed", SHORT, || {
+        Ok((!state.exists()).then_some(()))
+    })?;
     server.signal(Signal::SIGCONT)?;
     wait_for("the lease to end", LONG, || {
         Ok((server.slabs_leased()? == 0).then_some(()))

@@ -20,7 +20,7 @@ use vmm_sys_util::seek_hole::SeekHole;
 
 pub const PAGE: u64 = 4096;
 /// How long a VMM may take to say its first word.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A program of this workspace; built with it.
 pub fn program(name: &str) -> Result<PathBuf> {
