@@ -6,6 +6,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::{Arguments, Trial};
+use outram_tests::bench::phase::Run;
 use outram_tests::bench::results::Results;
 use outram_tests::hermetic::sandbox;
 use outram_tests::hermetic::suite::{Skipped, outcome};
@@ -86,14 +87,14 @@ fn every_row_is_there() -> Result<()> {
             let series = results.series(workload, memory, local);
             let series = series.with_context(|| format!("no {workload} on {memory} at {local}"))?;
             ensure!(series.runs.len() == 1, "{series:?}");
-            let pages = series
-                .runs
-                .iter()
-                .map(|run| run.major_faults + run.minor_faults)
-                .min();
+            // Outram's own count, where there is one: of its faults, pages fetched ahead leave few.
+            let paged = |run: &Run| match run.counters.get("evicted_pages") {
+                Some(evicted) => *evicted,
+                None => run.major_faults + run.minor_faults,
+            };
+            let pages = series.runs.iter().map(paged).min();
             ensure!(
-                // 64 pages ahead at most.
-                local == 1.0 || pages > Some(100),
+                local == 1.0 || pages > Some(1000),
                 "nothing was paged: {series:?}"
             );
         }

@@ -271,7 +271,7 @@ fn a_vmm_killed_meanwhile_is_reported_as_gone() -> Result<()> {
             Err(error) if vmm.has_ended() => panic!("an unclear error: {error}"),
             Err(error) => return Err(error.into()),
         }
-        assert!(started.elapsed() < PATIENCE);
+        assert!(started.elapsed() < Duration::from_secs(5));
         killer.join().expect("no panic")?;
     }
     assert!(gone > 0, "the kill never came in time");
@@ -361,7 +361,7 @@ fn a_main_thread_that_never_waits_is_an_error_in_time() -> Result<()> {
     let started = Instant::now();
     let error = take(&vmm, &stream, 1, &impatient).expect_err("it is busy");
     assert!(matches!(error, HandoverError::Busy { .. }), "{error}");
-    assert!(started.elapsed() < PATIENCE);
+    assert!(started.elapsed() < Duration::from_secs(5));
     assert_eq!(state(vmm.pid)?, 'R', "it runs on");
     Ok(())
 }
