@@ -164,9 +164,7 @@ mod tests {
             slot: Some(SLOT),
             staging: Some(STAGED),
             generation: GENERATION,
-            tag: shared
-                .key
-                .tag(PAGE, GENERATION, &plain(), &mut Vec::new()),
+            tag: shared.key.tag(PAGE, GENERATION, &plain(), &mut Vec::new()),
         }
     }
 

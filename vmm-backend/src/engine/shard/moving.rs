@@ -82,9 +82,7 @@ impl<P: Ports> Shard<P> {
         self.room.copy_from_slice(bytes);
         if self.shared.key.seals() {
             // The very text that came: it is the same page and generation.
-            self.shared
-                .key
-                .seal(page, entry.generation, &mut self.room);
+            self.shared.key.seal(page, entry.generation, &mut self.room);
         }
         self.ports.stage(ticket.slot, &self.room);
         crash_points::pass(Point::MoveStaged);

@@ -53,7 +53,11 @@ fn what_is_staged_is_sealed_and_opened_on_its_way_back() {
     }
     bench.evict_all();
     let slots = [5, 6].map(|page| bench.entry(page).staging.expect("staged").0);
-    assert!(slots.iter().all(|slot| bench.world().staging[slot] != bytes(1)));
+    assert!(
+        slots
+            .iter()
+            .all(|slot| bench.world().staging[slot] != bytes(1))
+    );
     bench.fault(5, READ);
     assert_eq!(bench.read(5), Some(bytes(1)));
     // Of what changed there nothing is given.
