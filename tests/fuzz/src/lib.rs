@@ -271,11 +271,9 @@ pub fn recovery(bytes: &[u8]) {
     for page in (0..PAGES).filter(|page| is_set(tagged, *page)) {
         let entry = shared.table.load(PageIndex(page));
         if let Some(held) = entry.staging.and_then(|slot| staging.staged(slot)) {
-            // Sealed as what it is the text of, it is this again, and has the tag that is right.
-            let mut bytes = held.to_vec();
-            let key = &shared.key;
-            key.seal(PageIndex(page), entry.generation, &mut bytes);
-            let tag = key.seal(PageIndex(page), entry.generation, &mut bytes);
+            let tag = shared
+                .key
+                .tag(PageIndex(page), entry.generation, held, &mut Vec::new());
             shared.table.store(PageIndex(page), &Entry { tag, ..entry });
         }
     }

@@ -176,6 +176,8 @@ pub trait Ports {
     fn zero(&mut self, run: PageRun) -> (u32, Install);
     /// Puts a page in place, write-protected if `protect`, and wakes its waiters.
     fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install;
+    /// Puts a page in place from its staging slot and wakes its waiters.
+    fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install;
     /// Lifts the write protection of one resident page and wakes its waiters.
     fn unprotect(&mut self, page: PageIndex) -> Install;
     /// Makes every access to the page a memory error, until it is put in place again, and wakes its
@@ -194,8 +196,6 @@ pub trait Ports {
     fn write_back(&mut self, page: StagedPage);
     /// Writes a page's bytes into a staging slot, which the shard holds.
     fn stage(&mut self, slot: StagingSlot, bytes: &[u8]);
-    /// Reads a page's bytes out of one.
-    fn read_staged(&mut self, slot: StagingSlot, bytes: &mut [u8]);
     /// Answers a pin request.
     fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>);
     /// Asks the other shards to evict, or to look for room.

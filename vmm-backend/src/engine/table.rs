@@ -1,6 +1,6 @@
 //! The page table: 32 bytes a page, in memory that outlives the process (a file on our tmpfs).
 //!
-//! Layout of an entry, four little words (format version 3, see `TABLE_VERSION`):
+//! Layout of an entry, four little words (format version 2, see `TABLE_VERSION`):
 //!
 //! | word | bits | meaning |
 //! |---|---|---|
@@ -29,8 +29,8 @@ use super::tag::Tag;
 use super::{Generation, PageIndex, SlotId, StagingSlot};
 use crate::crash_points::{self, Point};
 
-/// Version of the table's format, and of what it describes: since 3, pages are sealed in staging.
-pub const TABLE_VERSION: u32 = 3;
+/// Version of the table's format.
+pub const TABLE_VERSION: u32 = 2;
 
 /// Words of an entry.
 pub const ENTRY_WORDS: usize = 4;

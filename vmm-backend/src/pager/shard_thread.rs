@@ -166,6 +166,10 @@ impl Ports for ShardPorts {
         }
     }
 
+    fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
+        self.copy(page, Arc::clone(&self.staging).page(slot), false)
+    }
+
     fn unprotect(&mut self, page: PageIndex) -> Install {
         match self.ram.address_range(PageRun::single(page)) {
             Some((start, length)) => self.uffd.unprotect(start, length),
@@ -216,10 +220,6 @@ impl Ports for ShardPorts {
 
     fn stage(&mut self, slot: StagingSlot, bytes: &[u8]) {
         self.staging.write(slot, bytes);
-    }
-
-    fn read_staged(&mut self, slot: StagingSlot, bytes: &mut [u8]) {
-        bytes.copy_from_slice(self.staging.page(slot));
     }
 
     fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>) {

@@ -4,10 +4,10 @@
 //! A batch whose connection dies is written again on the next one, into fresh slots. That is safe,
 //! for the server lets no new connection in before the old one's last write has ended.
 //!
-//! What is written is what is staged: pages are sealed there. Over TCP the kernel takes it from there; over
-//! RDMA it is copied to the connection's registered memory, for staging is not registered: that would pin
-//! it, and a retired slot's memory is given back by punching a hole, after which the device would go on
-//! with pages that the file has no longer.
+//! What is written is not what is staged: pages are sealed on their way, into a buffer, and over RDMA
+//! copied from there to the connection's registered memory. Pages that are not sealed (`seal` is `off`)
+//! are copied too, for staging is not registered: that would pin it, and a retired slot's memory is given
+//! back by punching a hole, after which the device would go on with pages that the file has no longer.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -103,6 +103,8 @@ pub(super) struct Writer {
     claimed: VecDeque<Order>,
     in_flight: HashMap<u64, Batch>,
     next_batch: u64,
+    /// Where a batch's pages are sealed.
+    sealed: Vec<u8>,
     closed_sent_bytes: u64,
     closed_received_bytes: u64,
 }
@@ -129,6 +131,7 @@ impl Writer {
             claimed: VecDeque::new(),
             in_flight: HashMap::new(),
             next_batch: 0,
+            sealed: Vec::new(),
             closed_sent_bytes: 0,
             closed_received_bytes: 0,
         }
@@ -265,9 +268,16 @@ impl Writer {
             self.take_back(batch);
             return false;
         };
+        let size = self.shared.page_size;
         let orders = batch.orders.iter().map(|(order, _)| order);
         let staged = orders.map(|order| self.staging.page(order.page.staging.slot));
-        let pages: Vec<&[u8]> = staged.collect();
+        let pages: Vec<&[u8]> = match self.shared.key.seals() {
+            true => {
+                seal_batch(&self.shared, &batch, staged, &mut self.sealed);
+                self.sealed.chunks_exact(size.length()).collect()
+            }
+            false => staged.collect(),
+        };
         let id = self.next_batch;
         crash_points::pass(Point::WritePlaced);
         match conn.submit_write(id, &extents, &pages) {
@@ -415,6 +425,27 @@ impl Writer {
         self.gauges
             .wire_received_bytes
             .store(received, Ordering::Relaxed);
+    }
+}
+
+/// Puts a batch's pages into `sealed`, one after the other, as they may leave the host. A page that
+/// is sent again for the same generation is the same once more: its staging slot has not changed
+/// since.
+fn seal_batch<'a>(
+    shared: &SharedRef,
+    batch: &Batch,
+    staged: impl Iterator<Item = &'a [u8]>,
+    sealed: &mut Vec<u8>,
+) {
+    sealed.clear();
+    for ((order, _), bytes) in batch.orders.iter().zip(staged) {
+        let start = sealed.len();
+        sealed.extend_from_slice(bytes);
+        let StagedPage {
+            page, generation, ..
+        } = order.page;
+        // The tag is in the page's entry since it was staged.
+        let _ = shared.key.seal(page, generation, &mut sealed[start..]);
     }
 }
 

@@ -75,6 +75,13 @@ impl Ports for SimPorts {
         world.install(self.shard, page, Contents::new(bytes), protect)
     }
 
+    fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
+        let world = &mut *self.world.borrow_mut();
+        let contents = world.staging[slot.0 as usize].clone();
+        let contents = contents.expect("a staging slot that holds a page");
+        world.install(self.shard, page, contents, false)
+    }
+
     fn unprotect(&mut self, page: PageIndex) -> Install {
         let world = &mut *self.world.borrow_mut();
         if world.is_changing(self.shard) || world.random.chance(5) {
@@ -147,12 +154,6 @@ impl Ports for SimPorts {
     fn stage(&mut self, slot: StagingSlot, bytes: &[u8]) {
         let mut world = self.world.borrow_mut();
         world.staging[slot.0 as usize] = Some(Contents::new(bytes));
-    }
-
-    fn read_staged(&mut self, slot: StagingSlot, bytes: &mut [u8]) {
-        let world = self.world.borrow();
-        let contents = world.staging[slot.0 as usize].as_ref();
-        bytes.copy_from_slice(contents.expect("a staging slot that holds a page").bytes());
     }
 
     fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>) {
@@ -230,14 +231,6 @@ impl EvictionPorts for SimEvictor {
 
     fn staged(&self, ticket: Ticket) -> &[u8] {
         self.copies[&ticket.slot.0].bytes()
-    }
-
-    fn change_staged(&mut self, ticket: Ticket, change: &mut dyn FnMut(&mut [u8])) {
-        let mut bytes = self.staged(ticket).to_vec();
-        change(&mut bytes);
-        let contents = Contents::new(&bytes);
-        self.copies.insert(ticket.slot.0, contents.clone());
-        self.world.borrow_mut().staging[ticket.slot.0 as usize] = Some(contents);
     }
 
     fn punch(&mut self, run: PageRun) -> Result<(), EvictionError> {

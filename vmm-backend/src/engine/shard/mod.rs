@@ -160,14 +160,14 @@ pub struct Shard<P: Ports> {
     prefetch: Prefetch,
     /// Time that answered faults have waited.
     answered_wait_us: u64,
-    /// A page's worth of room, for bytes on their way.
-    room: Box<[u8]>,
+    /// A page's worth of room, to be filled with a word.
+    filler: Box<[u8]>,
 }
 
 impl<P: Ports> Shard<P> {
     /// The owner of `range`, without any pages yet.
     pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
-        let room = vec![0; shared.page_size.length()].into();
+        let filler = vec![0; shared.page_size.length()].into();
         let window = shared.page_size.pages_in(ahead::WINDOW_BYTES, 0) as u32;
         Self {
             range,
@@ -197,7 +197,7 @@ impl<P: Ports> Shard<P> {
             zero_ahead: 1,
             prefetch: Prefetch::new(window),
             answered_wait_us: 0,
-            room,
+            filler,
         }
     }
 
@@ -682,10 +682,10 @@ impl<P: Ports> Shard<P> {
         let how = if word == 0 {
             self.ports.zero(PageRun::single(page)).1
         } else {
-            self.room
+            self.filler
                 .chunks_exact_mut(8)
                 .for_each(|chunk| chunk.copy_from_slice(&word.to_ne_bytes()));
-            self.ports.copy(page, &self.room, false)
+            self.ports.copy(page, &self.filler, false)
         };
         crash_points::pass(Point::FilledCopied);
         let next = entry.into_dirty_resident();
@@ -698,19 +698,7 @@ impl<P: Ports> Shard<P> {
             self.shared.budget.release(1);
             return self.lose(page, pending);
         };
-        self.ports.read_staged(slot, &mut self.room);
-        let key = &self.shared.key;
-        if key.seals()
-            && key
-                .open(page, entry.generation, entry.tag, &mut self.room)
-                .is_err()
-        {
-            self.shared.stats.integrity_failures.count();
-            self.shared.budget.release(1);
-            self.lose(page, pending);
-            return self.shared.staging.release(slot);
-        }
-        let how = self.ports.copy(page, &self.room, false);
+        let how = self.ports.copy_staged(page, slot);
         crash_points::pass(Point::TakeBackCopied);
         // The tag stays: if a write-back in work ends, its slot is a good copy of these bytes.
         let next = Entry {

@@ -109,6 +109,11 @@ impl Ports for Script {
         self.install(page, bytes.to_vec(), protect)
     }
 
+    fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
+        let bytes = self.staging[&slot.0].clone();
+        self.install(page, bytes, false)
+    }
+
     fn unprotect(&mut self, page: PageIndex) -> Install {
         assert!(
             !self.shared.table.load(page).protected,
@@ -160,10 +165,6 @@ impl Ports for Script {
         self.staging.insert(slot.0, bytes.to_vec());
     }
 
-    fn read_staged(&mut self, slot: StagingSlot, bytes: &mut [u8]) {
-        bytes.copy_from_slice(&self.staging[&slot.0]);
-    }
-
     fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>) {
         self.pins.push((pin, result));
     }
@@ -194,10 +195,6 @@ impl EvictionPorts for Script {
 
     fn staged(&self, ticket: Ticket) -> &[u8] {
         &self.staging[&ticket.slot.0]
-    }
-
-    fn change_staged(&mut self, ticket: Ticket, change: &mut dyn FnMut(&mut [u8])) {
-        change(self.staging.get_mut(&ticket.slot.0).expect("read before"));
     }
 
     fn punch(&mut self, run: PageRun) -> Result<(), EvictionError> {

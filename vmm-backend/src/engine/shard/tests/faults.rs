@@ -46,30 +46,6 @@ fn zeros_ahead_stop_at_a_page_that_is_there() {
 }
 
 #[test]
-fn what_is_staged_is_sealed_and_opened_on_its_way_back() {
-    let mut bench = Bench::new();
-    for page in [5, 6] {
-        bench.touch(page, 1);
-    }
-    bench.evict_all();
-    let slots = [5, 6].map(|page| bench.entry(page).staging.expect("staged").0);
-    assert!(
-        slots
-            .iter()
-            .all(|slot| bench.world().staging[slot] != bytes(1))
-    );
-    bench.fault(5, READ);
-    assert_eq!(bench.read(5), Some(bytes(1)));
-    // Of what changed there nothing is given.
-    bench.world().staging.get_mut(&slots[1]).expect("staged")[100] ^= 1;
-    bench.fault(6, READ);
-    assert_eq!((bench.read(6), bench.state(6)), (None, State::Lost));
-    assert_eq!(bench.shared.stats.integrity_failures.get(), 1);
-    assert_eq!(bench.shared.staging.in_use(), 0);
-    assert_eq!(bench.shared.budget.used(), 1);
-}
-
-#[test]
 fn a_page_that_exists_already_counts_as_dirty_and_its_waiters_wake() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
