@@ -200,7 +200,7 @@ pub fn measure_tuning(session: &mut Session) -> Result<()> {
     ] {
         session.note_latencies(name, &latencies);
         for (which, percent) in [("p99.9", 99.9), ("longest", 100.0)] {
-            let us = latencies.percentile(percent) as f64 / 1000.0;
+            let us = latencies.us(percent);
             session.results.note(&format!("{name} {which}"), "µs", us);
         }
     }

@@ -81,23 +81,24 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
             .map(|(one, other)| one + other)
             .collect()
     };
-    let sleeping = of("uffd round trip, sleeping p50");
-    let floor = sum(sleeping, of("wire round trip p50"));
-    for (fault, short) in [
-        ("remote fault p50", "remote fault"),
-        ("remote fault at the limit p50", "remote fault at the limit"),
-    ] {
-        push(
-            &format!("{short} ÷ (uffd + wire), medians"),
-            of(fault),
-            &floor,
-            true,
+    for (which, title) in [("p50", "medians"), ("p99", "p99")] {
+        let floor = sum(
+            of(&format!("uffd round trip, sleeping {which}")),
+            of(&format!("wire round trip {which}")),
         );
+        for fault in ["remote fault", "remote fault at the limit"] {
+            push(
+                &format!("{fault} ÷ (uffd + wire), {title}"),
+                of(&format!("{fault} {which}")),
+                &floor,
+                true,
+            );
+        }
     }
     push(
         "uffd spinning ÷ sleeping",
         of("uffd round trip, spinning p50"),
-        sleeping,
+        of("uffd round trip, sleeping p50"),
         true,
     );
     push(
@@ -112,7 +113,13 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
         of("copying pages"),
         false,
     );
-    for which in ["p99.9", "longest"] {
+    push(
+        "tuning down ÷ pages over the wire, batched",
+        of("tuning down"),
+        of("wire, batched"),
+        false,
+    );
+    for which in ["p99", "p99.9", "longest"] {
         push(
             &format!("use of a held page, {which}: tuning down ÷ at rest"),
             of(&format!("held page, tuning down {which}")),

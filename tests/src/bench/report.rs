@@ -83,7 +83,9 @@ fn write(out: &mut String, results: &Results) -> std::fmt::Result {
         "Figures of this machine", "median"
     )?;
     for (name, figure) in &results.figures {
-        if let Some(found) = Spread::of(&figure.rounds).filter(|_| !name.ends_with(" p50")) {
+        // These are in the table of latencies.
+        let is_shown = name.ends_with(" p50") || name.ends_with(" p99");
+        if let Some(found) = Spread::of(&figure.rounds).filter(|_| !is_shown) {
             let title = format!("{name} [{}]", figure.unit);
             writeln!(
                 out,

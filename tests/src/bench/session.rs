@@ -137,10 +137,12 @@ impl Session {
         eprintln!("bench: {text}");
     }
 
-    /// Notes a round's latencies: all of them, and the median as a figure.
+    /// Notes a round's latencies: all of them, and those that ratios are made of as figures.
     pub fn note_latencies(&mut self, name: &str, latencies: &Latencies) {
-        self.results
-            .note(&format!("{name} p50"), "µs", latencies.us_p50());
+        for (which, percent) in [("p50", 50.0), ("p99", 99.0)] {
+            self.results
+                .note(&format!("{name} {which}"), "µs", latencies.us(percent));
+        }
         let all = self.latencies.entry(name.to_owned()).or_default();
         all.add(latencies);
     }

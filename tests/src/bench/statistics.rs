@@ -45,9 +45,9 @@ impl Latencies {
         }
     }
 
-    /// The median in microseconds.
-    pub fn us_p50(&self) -> f64 {
-        self.percentile(50.0) as f64 / 1000.0
+    /// A percentile in microseconds.
+    pub fn us(&self, percent: f64) -> f64 {
+        self.percentile(percent) as f64 / 1000.0
     }
 
     /// Each latency that occurred, with how often, in rising order.
