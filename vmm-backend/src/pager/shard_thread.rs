@@ -303,6 +303,11 @@ impl ShardThread {
     }
 
     /// Waits until something is to be done.
+    ///
+    /// To look for events again and again before sleeping, for up to 60 µs where the waits before were
+    /// short, as KVM does for halted vCPUs, was measured and left alone: on two processors, of which the
+    /// pager had one or the kernel chose, medians of remote faults stayed at 32 to 39 µs, and the pager's
+    /// processor time for them rose from 5.4 to 6.9..9.7 s/GiB.
     fn wait(&mut self) -> io::Result<Ready> {
         let again = self.shard.has_retries() || self.shard.has_more_to_bring();
         let retry = match again {
