@@ -148,6 +148,8 @@ pub struct StagedPage {
     pub staging: staging::Ticket,
     /// Its generation at staging.
     pub generation: Generation,
+    /// Whether it was sealed there, by the build that comes after this one.
+    pub is_sealed: bool,
 }
 
 /// Names a pin request.
@@ -178,6 +180,8 @@ pub trait Ports {
     fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install;
     /// Puts a page in place from its staging slot and wakes its waiters.
     fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install;
+    /// Reads a staging slot, which the shard holds.
+    fn read_staged(&mut self, slot: StagingSlot, bytes: &mut [u8]);
     /// Lifts the write protection of one resident page and wakes its waiters.
     fn unprotect(&mut self, page: PageIndex) -> Install;
     /// Makes every access to the page a memory error, until it is put in place again, and wakes its

@@ -88,12 +88,16 @@ fn without_memory(
     }
 }
 
+/// Whether the bytes are the page's: as they are, or sealed, as the build after this one may leave them.
 fn is_good(shared: &Shared, page: PageIndex, entry: &Entry, bytes: Option<&[u8]>) -> bool {
-    let tag = |bytes| {
-        let mut room = Vec::new();
-        shared.key.tag(page, entry.generation, bytes, &mut room)
-    };
-    bytes.is_some_and(|bytes| tag(bytes) == entry.tag)
+    let (key, mut room) = (&shared.key, Vec::new());
+    bytes.is_some_and(|bytes| {
+        key.tag(page, entry.generation, bytes, &mut room) == entry.tag || {
+            let mut sealed = bytes.to_vec();
+            key.open(page, entry.generation, entry.tag, &mut sealed)
+                .is_ok()
+        }
+    })
 }
 
 #[cfg(test)]
@@ -211,6 +215,17 @@ mod tests {
             let after = recovered(state, becomes, false);
             assert_eq!(holds(after), (State::Filled, None, None));
         }
+    }
+
+    #[test]
+    fn what_was_sealed_in_staging_is_taken_over_as_well() {
+        let (shared, mut staging) = left();
+        let before = entry(&shared, &staging, State::Staged, None);
+        let bytes = staging.0.get_mut(&STAGED.0).expect("there");
+        shared.key.seal(PAGE, GENERATION, bytes);
+        shared.table.store(PAGE, &before);
+        let after = recover_page(&shared, PAGE, false, &staging);
+        assert_eq!((after.state, after.staging), (State::Staged, Some(STAGED)));
     }
 
     #[test]

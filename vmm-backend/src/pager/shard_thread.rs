@@ -170,6 +170,10 @@ impl Ports for ShardPorts {
         self.copy(page, Arc::clone(&self.staging).page(slot), false)
     }
 
+    fn read_staged(&mut self, slot: StagingSlot, bytes: &mut [u8]) {
+        bytes.copy_from_slice(self.staging.page(slot));
+    }
+
     fn unprotect(&mut self, page: PageIndex) -> Install {
         match self.ram.address_range(PageRun::single(page)) {
             Some((start, length)) => self.uffd.unprotect(start, length),

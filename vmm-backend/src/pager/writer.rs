@@ -268,16 +268,20 @@ impl Writer {
             self.take_back(batch);
             return false;
         };
-        let size = self.shared.page_size;
-        let orders = batch.orders.iter().map(|(order, _)| order);
-        let staged = orders.map(|order| self.staging.page(order.page.staging.slot));
-        let pages: Vec<&[u8]> = match self.shared.key.seals() {
-            true => {
-                seal_batch(&self.shared, &batch, staged, &mut self.sealed);
-                self.sealed.chunks_exact(size.length()).collect()
-            }
-            false => staged.collect(),
-        };
+        let (size, seals) = (self.shared.page_size, self.shared.key.seals());
+        if seals {
+            seal_batch(&self.shared, &batch, &self.staging, &mut self.sealed);
+        }
+        let mut sealed = self.sealed.chunks_exact(size.length());
+        let pages =
+            batch
+                .orders
+                .iter()
+                .map(|(Order { page, .. }, _)| match seals && !page.is_sealed {
+                    true => sealed.next().unwrap_or_default(),
+                    false => self.staging.page(page.staging.slot),
+                });
+        let pages: Vec<&[u8]> = pages.collect();
         let id = self.next_batch;
         crash_points::pass(Point::WritePlaced);
         match conn.submit_write(id, &extents, &pages) {
@@ -428,24 +432,19 @@ impl Writer {
     }
 }
 
-/// Puts a batch's pages into `sealed`, one after the other, as they may leave the host. A page that
-/// is sent again for the same generation is the same once more: its staging slot has not changed
-/// since.
-fn seal_batch<'a>(
-    shared: &SharedRef,
-    batch: &Batch,
-    staged: impl Iterator<Item = &'a [u8]>,
-    sealed: &mut Vec<u8>,
-) {
+/// Puts those of a batch's pages that are not sealed yet into `sealed`, one after the other, as they may
+/// leave the host. A page that is sent again for the same generation is the same once more: its staging
+/// slot has not changed since.
+fn seal_batch(shared: &SharedRef, batch: &Batch, staging: &StagingArea, sealed: &mut Vec<u8>) {
     sealed.clear();
-    for ((order, _), bytes) in batch.orders.iter().zip(staged) {
+    let pages = batch.orders.iter().map(|(order, _)| order.page);
+    for staged in pages.filter(|staged| !staged.is_sealed) {
         let start = sealed.len();
-        sealed.extend_from_slice(bytes);
-        let StagedPage {
-            page, generation, ..
-        } = order.page;
+        sealed.extend_from_slice(staging.page(staged.staging.slot));
         // The tag is in the page's entry since it was staged.
-        let _ = shared.key.seal(page, generation, &mut sealed[start..]);
+        let _ = shared
+            .key
+            .seal(staged.page, staged.generation, &mut sealed[start..]);
     }
 }
 

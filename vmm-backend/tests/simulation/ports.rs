@@ -82,6 +82,12 @@ impl Ports for SimPorts {
         world.install(self.shard, page, contents, false)
     }
 
+    fn read_staged(&mut self, slot: StagingSlot, bytes: &mut [u8]) {
+        let world = self.world.borrow();
+        let contents = world.staging[slot.0 as usize].as_ref();
+        bytes.copy_from_slice(contents.expect("a staging slot that holds a page").bytes());
+    }
+
     fn unprotect(&mut self, page: PageIndex) -> Install {
         let world = &mut *self.world.borrow_mut();
         if world.is_changing(self.shard) || world.random.chance(5) {

@@ -30,7 +30,10 @@ use super::policy::{Arrival, Policy};
 use super::prefetch::Prefetch;
 use super::stats::FaultKind;
 use super::table::{Entry, State};
-use super::{Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SharedRef};
+use super::{
+    Fetch, FetchId, Generation, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SharedRef,
+    StagingSlot,
+};
 use crate::crash_points::{self, Point};
 use crate::engine::staging::Ticket;
 use homing::Homing;
@@ -148,6 +151,8 @@ pub struct Shard<P: Ports> {
     move_waits: bool,
     /// Staging slots for pages on their way.
     moving: HashMap<PageIndex, Ticket>,
+    /// Pages that were found sealed in staging, and their generations then.
+    staged_sealed: HashMap<PageIndex, Generation>,
     /// How far its pages have come home, while they are brought there.
     homing: Option<Homing>,
     next_fetch: u64,
@@ -160,14 +165,14 @@ pub struct Shard<P: Ports> {
     prefetch: Prefetch,
     /// Time that answered faults have waited.
     answered_wait_us: u64,
-    /// A page's worth of room, to be filled with a word.
-    filler: Box<[u8]>,
+    /// A page's worth of room, for bytes on their way.
+    room: Box<[u8]>,
 }
 
 impl<P: Ports> Shard<P> {
     /// The owner of `range`, without any pages yet.
     pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
-        let filler = vec![0; shared.page_size.length()].into();
+        let room = vec![0; shared.page_size.length()].into();
         let window = shared.page_size.pages_in(ahead::WINDOW_BYTES, 0) as u32;
         Self {
             range,
@@ -187,6 +192,7 @@ impl<P: Ports> Shard<P> {
             to_move: VecDeque::new(),
             move_waits: false,
             moving: HashMap::new(),
+            staged_sealed: HashMap::new(),
             homing: None,
             next_fetch: 0,
             runs_out: Vec::new(),
@@ -197,7 +203,7 @@ impl<P: Ports> Shard<P> {
             zero_ahead: 1,
             prefetch: Prefetch::new(window),
             answered_wait_us: 0,
-            filler,
+            room,
         }
     }
 
@@ -682,10 +688,10 @@ impl<P: Ports> Shard<P> {
         let how = if word == 0 {
             self.ports.zero(PageRun::single(page)).1
         } else {
-            self.filler
+            self.room
                 .chunks_exact_mut(8)
                 .for_each(|chunk| chunk.copy_from_slice(&word.to_ne_bytes()));
-            self.ports.copy(page, &self.filler, false)
+            self.ports.copy(page, &self.room, false)
         };
         crash_points::pass(Point::FilledCopied);
         let next = entry.into_dirty_resident();
@@ -698,7 +704,11 @@ impl<P: Ports> Shard<P> {
             self.shared.budget.release(1);
             return self.lose(page, pending);
         };
-        let how = self.ports.copy_staged(page, slot);
+        let found_sealed = self.staged_sealed.get(&page) == Some(&entry.generation);
+        let how = match found_sealed && self.opens_staged(page, &entry, slot) {
+            true => self.ports.copy(page, &self.room, false),
+            false => self.ports.copy_staged(page, slot),
+        };
         crash_points::pass(Point::TakeBackCopied);
         // The tag stays: if a write-back in work ends, its slot is a good copy of these bytes.
         let next = Entry {
@@ -715,8 +725,20 @@ impl<P: Ports> Shard<P> {
         );
         crash_points::pass(Point::TakeBackMarked);
         if matches!(how, Install::Done | Install::Exists) {
+            self.staged_sealed.remove(&page);
             self.shared.staging.release(slot);
         }
+    }
+
+    /// Whether the bytes in a staging slot are sealed as this page's; opened, they are in `room` then.
+    fn opens_staged(&mut self, page: PageIndex, entry: &Entry, slot: StagingSlot) -> bool {
+        let key = &self.shared.key;
+        if !key.seals() {
+            return false;
+        }
+        self.ports.read_staged(slot, &mut self.room);
+        key.open(page, entry.generation, entry.tag, &mut self.room)
+            .is_ok()
     }
 
     /// Returns whether the page's server is within reach.

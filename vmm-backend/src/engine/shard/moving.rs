@@ -96,6 +96,7 @@ impl<P: Ports> Shard<P> {
             page,
             staging: ticket,
             generation: entry.generation,
+            is_sealed: false,
         });
     }
 

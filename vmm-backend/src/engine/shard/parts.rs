@@ -52,11 +52,18 @@ impl<P: Ports> Shard<P> {
                 self.resident += 1;
                 self.policy.arrived(page, Arrival::New);
             }
-            (State::Staged, Some(staging)) => self.ports.write_back(StagedPage {
-                page,
-                staging,
-                generation: entry.generation,
-            }),
+            (State::Staged, Some(staging)) => {
+                let is_sealed = self.opens_staged(page, &entry, staging.slot);
+                if is_sealed {
+                    self.staged_sealed.insert(page, entry.generation);
+                }
+                self.ports.write_back(StagedPage {
+                    page,
+                    staging,
+                    generation: entry.generation,
+                    is_sealed,
+                });
+            }
             _ => {}
         }
     }

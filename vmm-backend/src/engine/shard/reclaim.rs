@@ -184,6 +184,7 @@ impl<P: Ports> Shard<P> {
                     page,
                     staging: ticket,
                     generation,
+                    is_sealed: false,
                 });
             }
         }

@@ -114,6 +114,10 @@ impl Ports for Script {
         self.install(page, bytes, false)
     }
 
+    fn read_staged(&mut self, slot: StagingSlot, bytes: &mut [u8]) {
+        bytes.copy_from_slice(&self.staging[&slot.0]);
+    }
+
     fn unprotect(&mut self, page: PageIndex) -> Install {
         assert!(
             !self.shared.table.load(page).protected,

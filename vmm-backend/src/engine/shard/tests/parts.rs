@@ -1,12 +1,60 @@
 //! Memory that is plugged and unplugged.
 
 use super::bench::*;
-use crate::engine::table::State;
-use crate::engine::{PageIndex, PinId, PinRefused};
+use crate::engine::table::{Entry, State};
+use crate::engine::{Generation, PageIndex, PinId, PinRefused, StagingSlot};
 
 /// The bench's shard has one part.
 fn all() -> crate::engine::PageRun {
     run(0, SHARD_PAGES)
+}
+
+#[test]
+fn pages_that_a_later_build_sealed_in_staging_are_taken_over() {
+    let mut bench = Bench::of(0, &shared(100, 0));
+    for (page, is_sealed) in [(7, true), (8, false)] {
+        let (mut held, generation) = (bytes(1), Generation(5));
+        let tag = bench
+            .shared
+            .key
+            .seal(PageIndex(page), generation, &mut held);
+        let held = if is_sealed { held } else { bytes(1) };
+        bench.world().staging.insert(page, held);
+        let entry = Entry {
+            state: State::Staged,
+            dirty: true,
+            staging: Some(StagingSlot(page)),
+            generation,
+            tag,
+            ..Entry::ABSENT
+        };
+        bench.shared.table.store(PageIndex(page), &entry);
+        bench.shard.adopt_recovered(PageIndex(page));
+    }
+    bench.shared.staging.set_capacity(16);
+    let orders = bench.world().orders.iter();
+    let orders: Vec<_> = orders
+        .map(|order| (order.page.0, order.is_sealed))
+        .collect();
+    assert_eq!(orders, [(7, true), (8, false)]);
+    for page in [7, 8] {
+        bench.fault(page, READ);
+        assert_eq!(bench.read(page), Some(bytes(1)));
+    }
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    // From here on it is this build's.
+    bench.store(7, 2);
+    bench.evict_all();
+    assert!(
+        bench
+            .world()
+            .orders
+            .iter()
+            .skip(2)
+            .all(|order| !order.is_sealed)
+    );
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(2)));
 }
 
 #[test]
