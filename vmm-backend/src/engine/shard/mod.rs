@@ -705,7 +705,14 @@ impl<P: Ports> Shard<P> {
             return self.lose(page, pending);
         };
         let found_sealed = self.staged_sealed.get(&page) == Some(&entry.generation);
-        let how = match found_sealed && self.opens_staged(page, &entry, slot) {
+        let how = match found_sealed {
+            true if !self.opens_staged(page, &entry, slot) => {
+                // Spoilt since: what lies there is nobody's bytes.
+                self.shared.stats.integrity_failures.count();
+                self.shared.budget.release(1);
+                self.lose(page, pending);
+                return self.shared.staging.release(slot);
+            }
             true => self.ports.copy(page, &self.room, false),
             false => self.ports.copy_staged(page, slot),
         };

@@ -228,6 +228,8 @@ impl<P: Ports> Shard<P> {
                     },
                 );
                 crash_points::pass(Point::WriteStored);
+                // Where it is staged again to be moved, it is this build that does it.
+                self.staged_sealed.remove(&page);
                 self.shared.staging.release(staged.staging.slot);
                 self.move_if_vacating(page);
             }

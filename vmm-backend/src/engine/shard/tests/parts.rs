@@ -9,17 +9,19 @@ fn all() -> crate::engine::PageRun {
     run(0, SHARD_PAGES)
 }
 
-#[test]
-fn pages_that_a_later_build_sealed_in_staging_are_taken_over() {
+/// A shard that takes pages over from another build: each in the staging slot of its number, those of
+/// `sealed` sealed there.
+fn taken_over(pages: &[u32], sealed: &[u32]) -> Bench {
     let mut bench = Bench::of(0, &shared(100, 0));
-    for (page, is_sealed) in [(7, true), (8, false)] {
-        let (mut held, generation) = (bytes(1), Generation(5));
-        let tag = bench
-            .shared
-            .key
-            .seal(PageIndex(page), generation, &mut held);
-        let held = if is_sealed { held } else { bytes(1) };
-        bench.world().staging.insert(page, held);
+    for &page in pages {
+        let (mut text, generation) = (bytes(1), Generation(5));
+        let key = &bench.shared.key;
+        let tag = key.seal(PageIndex(page), generation, &mut text);
+        let held = if sealed.contains(&page) {
+            text
+        } else {
+            bytes(1)
+        };
         let entry = Entry {
             state: State::Staged,
             dirty: true,
@@ -29,10 +31,17 @@ fn pages_that_a_later_build_sealed_in_staging_are_taken_over() {
             ..Entry::ABSENT
         };
         bench.shared.table.store(PageIndex(page), &entry);
+        bench.world().staging.insert(page, held);
         bench.shard.adopt_recovered(PageIndex(page));
     }
     bench.shared.staging.set_capacity(16);
-    let orders = bench.world().orders.iter();
+    bench
+}
+
+#[test]
+fn pages_that_a_later_build_sealed_in_staging_are_taken_over() {
+    let mut bench = taken_over(&[7, 8], &[7]);
+    let orders = bench.world().orders.drain(..);
     let orders: Vec<_> = orders
         .map(|order| (order.page.0, order.is_sealed))
         .collect();
@@ -45,16 +54,36 @@ fn pages_that_a_later_build_sealed_in_staging_are_taken_over() {
     // From here on it is this build's.
     bench.store(7, 2);
     bench.evict_all();
-    assert!(
-        bench
-            .world()
-            .orders
-            .iter()
-            .skip(2)
-            .all(|order| !order.is_sealed)
-    );
+    assert!(bench.world().orders.iter().all(|order| !order.is_sealed));
     bench.fault(7, READ);
     assert_eq!(bench.read(7), Some(bytes(2)));
+}
+
+#[test]
+fn a_page_found_sealed_that_is_spoilt_since_is_lost() {
+    let mut bench = taken_over(&[7], &[7]);
+    bench.world().staging.get_mut(&7).expect("staged")[100] ^= 1;
+    bench.fault(7, READ);
+    assert_eq!((bench.read(7), bench.state(7)), (None, State::Lost));
+    assert_eq!(bench.shared.stats.integrity_failures.get(), 1);
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    assert_eq!(bench.shared.budget.used(), 0);
+}
+
+#[test]
+fn a_page_found_sealed_is_plain_where_it_is_staged_again_to_be_moved() {
+    let mut bench = taken_over(&[7], &[7]);
+    let write = bench.start_write();
+    bench.end_write(write);
+    let slab = bench.shared.slots.place(write.1).expect("its slab").slab;
+    let group = bench.shared.slots.vacate(slab).expect("not empty");
+    bench.shard.on_vacate(group);
+    bench.shard.pump();
+    bench.answer(1);
+    assert_eq!(bench.state(7), State::Staged);
+    assert!(bench.world().orders.iter().all(|order| !order.is_sealed));
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
 }
 
 #[test]
