@@ -154,12 +154,19 @@ mod tests {
         for (uffd, wire) in [(20.0, 30.0), (40.0, 60.0)] {
             results.note("uffd round trip, sleeping p50", "µs", uffd);
             results.note("wire round trip p50", "µs", wire);
+            results.note("uffd round trip, sleeping p99", "µs", uffd);
+            results.note("wire round trip p99", "µs", wire);
+            results.note("remote fault p99", "µs", 2.0 * (uffd + wire));
         }
         let ratios = of(&results);
         // 200 / 50 and 250 / 100.
         assert_eq!(
             value(&ratios, "remote fault ÷ (uffd + wire), medians"),
             Some(3.25)
+        );
+        assert_eq!(
+            value(&ratios, "remote fault ÷ (uffd + wire), p99"),
+            Some(2.0)
         );
         assert_eq!(value(&ratios, "outram at 0.5 ÷ outram at 1"), Some(1.75));
     }

@@ -20,12 +20,12 @@ const BOOT_LIMIT: Duration = Duration::from_secs(360);
 
 /// Has the kernel boot on its first processor; its init lets the others in.
 ///
-/// QEMU's emulation before 8.1 reads the code that it translates before it watches it for stores: what one
+/// QEMU 7.2's emulation reads the code that it translates before it watches it for stores: what one
 /// processor stores meanwhile, others never run. While it boots, Linux changes much of its code, in steps
 /// that begin with a breakpoint. One boot in 250 came to nothing, both processors for ever in the handler of
 /// a breakpoint that guest RAM had no more; translated anew (the monitor's `singlestep on`), it went on. The
 /// longer a fetch of code waits for its page, the more often that is.
-const BOOTS_ALONE: &str = "maxcpus=1 ";
+const BOOTS_ALONE: &str = "maxcpus=1";
 
 /// What kind of guest is wanted.
 #[derive(Clone, Debug)]
@@ -100,7 +100,7 @@ impl Spec {
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>{IMAGES}/vmlinux</kernel>
     <initrd>{IMAGES}/initrd</initrd>
-    <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable memhp_default_state=online_movable {processors}{kernel_arguments}</cmdline>
+    <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable memhp_default_state=online_movable {BOOTS_ALONE} {kernel_arguments}</cmdline>
   </os>
   <features><acpi/></features>
   <on_poweroff>destroy</on_poweroff>
@@ -121,7 +121,6 @@ impl Spec {
             kind = Acceleration::wanted().domain_type(),
             name = self.name.replace('&', "&amp;").replace('<', "&lt;"),
             stem = self.stem(),
-            processors = BOOTS_ALONE,
             kernel_arguments = self.kernel_arguments,
             metadata = self.metadata,
             memory = self.memory_mib,

@@ -5,9 +5,10 @@
 //! for the server lets no new connection in before the old one's last write has ended.
 //!
 //! What is written is not what is staged: pages are sealed on their way, into a buffer, and over RDMA
-//! copied from there to the connection's registered memory. Pages that are not sealed (`seal` is `off`)
-//! are copied too, for staging is not registered: that would pin it, and a retired slot's memory is given
-//! back by punching a hole, after which the device would go on with pages that the file has no longer.
+//! copied from there to the connection's registered memory. Pages that are not sealed (`seal` is `off`),
+//! or were found sealed in staging, are copied too, for staging is not registered: that would pin it, and
+//! a retired slot's memory is given back by punching a hole, after which the device would go on with pages
+//! that the file has no longer.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -273,14 +274,11 @@ impl Writer {
             seal_batch(&self.shared, &batch, &self.staging, &mut self.sealed);
         }
         let mut sealed = self.sealed.chunks_exact(size.length());
-        let pages =
-            batch
-                .orders
-                .iter()
-                .map(|(Order { page, .. }, _)| match seals && !page.is_sealed {
-                    true => sealed.next().unwrap_or_default(),
-                    false => self.staging.page(page.staging.slot),
-                });
+        let staged = batch.orders.iter().map(|(order, _)| order.page);
+        let pages = staged.map(|staged| match seals && !staged.is_sealed {
+            true => sealed.next().unwrap_or_default(),
+            false => self.staging.page(staged.staging.slot),
+        });
         let pages: Vec<&[u8]> = pages.collect();
         let id = self.next_batch;
         crash_points::pass(Point::WritePlaced);

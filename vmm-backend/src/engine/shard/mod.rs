@@ -705,16 +705,16 @@ impl<P: Ports> Shard<P> {
             return self.lose(page, pending);
         };
         let found_sealed = self.staged_sealed.get(&page) == Some(&entry.generation);
-        let how = match found_sealed {
-            true if !self.opens_staged(page, &entry, slot) => {
-                // Spoilt since: what lies there is nobody's bytes.
-                self.shared.stats.integrity_failures.count();
-                self.shared.budget.release(1);
-                self.lose(page, pending);
-                return self.shared.staging.release(slot);
-            }
-            true => self.ports.copy(page, &self.room, false),
-            false => self.ports.copy_staged(page, slot),
+        let how = if !found_sealed {
+            self.ports.copy_staged(page, slot)
+        } else if self.opens_staged(page, &entry, slot) {
+            self.ports.copy(page, &self.room, false)
+        } else {
+            // Spoilt since: what lies there is nobody's bytes.
+            self.shared.stats.integrity_failures.count();
+            self.shared.budget.release(1);
+            self.lose(page, pending);
+            return self.shared.staging.release(slot);
         };
         crash_points::pass(Point::TakeBackCopied);
         // The tag stays: if a write-back in work ends, its slot is a good copy of these bytes.
@@ -732,7 +732,9 @@ impl<P: Ports> Shard<P> {
         );
         crash_points::pass(Point::TakeBackMarked);
         if matches!(how, Install::Done | Install::Exists) {
-            self.staged_sealed.remove(&page);
+            if found_sealed {
+                self.staged_sealed.remove(&page);
+            }
             self.shared.staging.release(slot);
         }
     }

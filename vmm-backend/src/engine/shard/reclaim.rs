@@ -228,8 +228,10 @@ impl<P: Ports> Shard<P> {
                     },
                 );
                 crash_points::pass(Point::WriteStored);
-                // Where it is staged again to be moved, it is this build that does it.
-                self.staged_sealed.remove(&page);
+                if staged.is_sealed {
+                    // Where it is staged again to be moved, it is this build that does it.
+                    self.staged_sealed.remove(&page);
+                }
                 self.shared.staging.release(staged.staging.slot);
                 self.move_if_vacating(page);
             }
