@@ -21,6 +21,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use outram_wire::units::{PageSize, format_size};
 
@@ -53,14 +54,22 @@ pub struct RamBlock {
     pub huge_page_bytes: Option<u64>,
 }
 
-/// Start time of a process: field 22 of its `stat`.
+/// Start time of a process.
 pub(super) fn start_time(pid: i32) -> io::Result<u64> {
+    stat_field(pid, 22)
+}
+
+/// A number of a process's `stat`; fields are counted from 1, as proc(5) does, and from 3 on.
+fn stat_field<T: FromStr>(pid: i32, field: usize) -> io::Result<T> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     // The second field is the name in parentheses, which may itself hold spaces and parentheses.
     stat.rsplit_once(')')
-        .and_then(|(_, rest)| rest.split_whitespace().nth(19))
+        .and_then(|(_, rest)| rest.split_whitespace().nth(field - 3))
         .and_then(|field| field.parse().ok())
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time in stat"))
+        .ok_or_else(|| {
+            let text = format!("no field {field} in stat");
+            io::Error::new(io::ErrorKind::InvalidData, text)
+        })
 }
 
 /// The guest's RAM, ordered by its address in the VMM; or why it must not be paged. To be called

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::cmdline::CommandLine;
 use super::maps;
-use super::{MemfdId, Refusal};
+use super::{MemfdId, Refusal, stat_field};
 
 /// Looks through the VMM's open descriptors for what forbids paging.
 pub(super) fn check_open_files(pid: i32) -> Result<(), Refusal> {
@@ -134,7 +134,8 @@ fn host_nests_vmx() -> bool {
 }
 
 /// Refuses if a process besides the VMM, this one and its pager, if that is another, maps any of the
-/// memfds.
+/// memfds. A child of the latter two is none until it has executed its program: till then its mappings
+/// are its parent's.
 pub(super) fn check_other_mappers(
     vmm: i32,
     pager: Option<i32>,
@@ -152,8 +153,12 @@ pub(super) fn check_other_mappers(
             continue;
         }
         // Processes end while we look, and kernel threads map nothing.
-        let maps = fs::read_to_string(entry.path().join("maps")).unwrap_or_default();
-        if maps::maps_any(&maps, memfds) {
+        let maps_any = || {
+            let maps = fs::read_to_string(entry.path().join("maps")).unwrap_or_default();
+            maps::maps_any(&maps, memfds)
+        };
+        // In this order: what was a child of ours a moment ago may have executed its program since.
+        if maps_any() && !is_about_to_execute(pid, [Some(us), pager]) && maps_any() {
             let command = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
             let who = format!("process {pid} ({})", command.trim());
             return Err(Refusal::OtherMapper(who));
@@ -162,8 +167,27 @@ pub(super) fn check_other_mappers(
     Ok(())
 }
 
+/// Whether a process was started by one of these, and still runs its parent's program.
+fn is_about_to_execute(pid: i32, parents: [Option<i32>; 2]) -> bool {
+    let program = |pid: i32| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    let parent = stat_field(pid, 4).ok();
+    parents
+        .into_iter()
+        .flatten()
+        .find(|expected| parent == Some(*expected))
+        .is_some_and(|parent| program(parent).is_some_and(|theirs| program(pid) == Some(theirs)))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsRawFd;
+    use std::os::unix::process::CommandExt;
+    use std::process::Command;
+    use std::sync::Arc;
+
+    use vm_memory::{FileOffset, MmapRegion};
+
     use super::*;
 
     fn verdict(words: &[&str]) -> Result<(), Refusal> {
@@ -194,5 +218,38 @@ mod tests {
             Err(Refusal::NestedVmx)
         ));
         assert!(verdict(&["-machine", "q35,accel=kvm", "-cpu", "host,vmx=off"]).is_ok());
+    }
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn a_child_that_has_not_executed_its_program_yet_is_no_mapper() {
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let file = fs::File::from(rustix::fs::memfd_create("ram", flags).expect("a memfd"));
+        file.set_len(4096).expect("room");
+        let id = MemfdId::of(&file).expect("it is there");
+        let file = FileOffset::from_arc(Arc::new(file), 0);
+        let _mapping: MmapRegion = MmapRegion::from_file(file, 4096).expect("mapped");
+        let (mut reached, tell) = std::io::pipe().expect("a pipe");
+        let (wait, mut go_on) = std::io::pipe().expect("a pipe");
+        let mut command = Command::new("true");
+        let (told, waited) = (tell.as_raw_fd(), wait.as_raw_fd());
+        let stay = move || {
+            let mut byte = [0u8; 1];
+            // SAFETY: the descriptor stays open until the child has been waited for; the byte is ours.
+            unsafe { libc::write(told, byte.as_ptr().cast(), 1) };
+            // SAFETY: as above.
+            unsafe { libc::read(waited, byte.as_mut_ptr().cast(), 1) };
+            Ok(())
+        };
+        // SAFETY: what runs in the child allocates nothing, and calls nothing but write and read.
+        unsafe { command.pre_exec(stay) };
+        let child = std::thread::spawn(move || command.status());
+        reached.read_exact(&mut [0]).expect("the child is there");
+        // Neither us nor the VMM, but the child: its parent is us.
+        let found = check_other_mappers(1, None, &[id]);
+        // The child has this end as well: closing ours would end nothing.
+        go_on.write_all(&[0]).expect("the child waits");
+        assert!(child.join().expect("no panic").expect("it ran").success());
+        assert!(found.is_ok(), "{found:?}");
     }
 }
