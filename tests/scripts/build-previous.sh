@@ -7,7 +7,7 @@
 # Result: target/previous/{outram-backend,outram-memserver,commit}.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-commit=4787175ec0f1efefd0a9883656128d7ac0d00805
+commit=2f9fca69754f5ccf4d33ed53b57a40f6bb4e427f
 out=$PWD/target/previous
 
 mkdir -p "$out"

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::staging::Ticket;
 use super::table::{Entry, State};
-use super::tag::fill_word;
+use super::tag::{Tag, fill_word};
 use super::{PageIndex, PageRun, Shared};
 use crate::crash_points::{self, Point};
 
@@ -29,6 +29,8 @@ pub trait EvictionPorts {
     fn read(&mut self, run: PageRun, tickets: &[Ticket]) -> Result<(), EvictionError>;
     /// The bytes of a staging slot.
     fn staged(&self, ticket: Ticket) -> &[u8];
+    /// Has them changed in place.
+    fn change_staged(&mut self, ticket: Ticket, change: &mut dyn FnMut(&mut [u8]));
     /// Punches the pages out of the guest's memory.
     fn punch(&mut self, run: PageRun) -> Result<(), EvictionError>;
     /// Whether the guest's memory has a page there, as the kernel says.
@@ -181,11 +183,11 @@ impl Run {
     }
 
     /// Decides each page's fate and writes it into the table, before anything is punched.
-    fn mark(&mut self, shared: &Shared, ports: &impl EvictionPorts) {
+    fn mark(&mut self, shared: &Shared, ports: &mut impl EvictionPorts) {
         let mut room = Vec::new();
         for (number, page) in self.pages.pages().enumerate() {
             let ticket = self.tickets[number];
-            let (fate, next) = decide(shared, page, ticket, ports.staged(ticket), &mut room);
+            let (fate, next) = decide(shared, page, ticket, ports, &mut room);
             shared.table.store(
                 page,
                 &Entry {
@@ -234,16 +236,17 @@ impl Run {
     }
 }
 
-/// What a page with `bytes` becomes. The entry's slot is named in the result only if it stays its.
-/// `room` is for making tags in.
+/// What a page becomes whose bytes were read into staging; there they are sealed, if that is where they
+/// stay. The entry's slot is named in the result only if it stays its. `room` is for making tags in.
 fn decide(
     shared: &Shared,
     page: PageIndex,
     ticket: Ticket,
-    bytes: &[u8],
+    ports: &mut impl EvictionPorts,
     room: &mut Vec<u8>,
 ) -> (Fate, Entry) {
     let entry = shared.table.load(page);
+    let bytes = ports.staged(ticket);
     if let Some(word) = fill_word(bytes) {
         // The slot, if any, stays in the entry until the owner frees it.
         return (
@@ -268,12 +271,16 @@ fn decide(
         }
     }
     let generation = entry.generation.next();
+    let mut tag = Tag::default();
+    ports.change_staged(ticket, &mut |bytes| {
+        tag = shared.key.seal(page, generation, bytes);
+    });
     let next = Entry {
         dirty: true,
         protected: false,
         staging: Some(ticket.slot),
         generation,
-        tag: shared.key.tag(page, generation, bytes, room),
+        tag,
         ..entry
     };
     (Fate::Staged(ticket), next)

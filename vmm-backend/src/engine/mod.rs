@@ -148,7 +148,8 @@ pub struct StagedPage {
     pub staging: staging::Ticket,
     /// Its generation at staging.
     pub generation: Generation,
-    /// Whether it was sealed there, by the build that comes after this one.
+    /// Whether it is sealed there, as all are but those that an earlier build left, and those of guests
+    /// whose pages are not sealed.
     pub is_sealed: bool,
 }
 

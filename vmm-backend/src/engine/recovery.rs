@@ -88,15 +88,12 @@ fn without_memory(
     }
 }
 
-/// Whether the bytes are the page's: as they are, or sealed, as the build after this one may leave them.
+/// Whether the bytes are the page's: sealed, or as they are, as an earlier build left them.
 fn is_good(shared: &Shared, page: PageIndex, entry: &Entry, bytes: Option<&[u8]>) -> bool {
-    let (key, mut room) = (&shared.key, Vec::new());
+    let (key, generation, tag) = (&shared.key, entry.generation, entry.tag);
     bytes.is_some_and(|bytes| {
-        key.tag(page, entry.generation, bytes, &mut room) == entry.tag || {
-            let mut sealed = bytes.to_vec();
-            key.open(page, entry.generation, entry.tag, &mut sealed)
-                .is_ok()
-        }
+        let sealed = key.open(page, generation, tag, &mut bytes.to_vec());
+        sealed.is_ok() || key.seals() && key.tag(page, generation, bytes, &mut Vec::new()) == tag
     })
 }
 
@@ -148,12 +145,18 @@ mod tests {
             lost_pages: LostPages::Stop,
             stats: Stats::new(),
         };
-        let bytes = (0..4096).map(|place| (place % 251) as u8).collect();
+        let mut bytes = plain();
+        shared.key.seal(PAGE, GENERATION, &mut bytes);
         (shared, Staging(HashMap::from([(STAGED.0, bytes)])))
     }
 
+    /// What is staged, before it was sealed.
+    fn plain() -> Vec<u8> {
+        (0..4096).map(|place| (place % 251) as u8).collect()
+    }
+
     /// An entry with everything in it, and the tag of what is staged.
-    fn entry(shared: &Shared, staging: &Staging, state: State, becomes: Option<State>) -> Entry {
+    fn entry(shared: &Shared, state: State, becomes: Option<State>) -> Entry {
         Entry {
             state,
             becomes,
@@ -162,15 +165,13 @@ mod tests {
             slot: Some(SLOT),
             staging: Some(STAGED),
             generation: GENERATION,
-            tag: shared
-                .key
-                .tag(PAGE, GENERATION, &staging.0[&STAGED.0], &mut Vec::new()),
+            tag: shared.key.seal(PAGE, GENERATION, &mut plain()),
         }
     }
 
     fn recovered(state: State, becomes: Option<State>, is_present: bool) -> Entry {
         let (shared, staging) = left();
-        let before = entry(&shared, &staging, state, becomes);
+        let before = entry(&shared, state, becomes);
         shared.table.store(PAGE, &before);
         let after = recover_page(&shared, PAGE, is_present, &staging);
         assert_eq!(shared.table.load(PAGE), after);
@@ -218,11 +219,10 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sealed_in_staging_is_taken_over_as_well() {
+    fn what_an_earlier_build_left_unsealed_in_staging_is_taken_over_as_well() {
         let (shared, mut staging) = left();
-        let before = entry(&shared, &staging, State::Staged, None);
-        let bytes = staging.0.get_mut(&STAGED.0).expect("there");
-        shared.key.seal(PAGE, GENERATION, bytes);
+        let before = entry(&shared, State::Staged, None);
+        staging.0.insert(STAGED.0, plain());
         shared.table.store(PAGE, &before);
         let after = recover_page(&shared, PAGE, false, &staging);
         assert_eq!((after.state, after.staging), (State::Staged, Some(STAGED)));
@@ -243,7 +243,7 @@ mod tests {
     fn what_is_in_doubt_is_lost() {
         let lost = |change: &dyn Fn(&Shared, &mut Staging, &mut Entry), state| {
             let (shared, mut staging) = left();
-            let mut before = entry(&shared, &staging, state, None);
+            let mut before = entry(&shared, state, None);
             change(&shared, &mut staging, &mut before);
             shared.table.store(PAGE, &before);
             let after = recover_page(&shared, PAGE, false, &staging);

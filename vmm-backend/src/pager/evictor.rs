@@ -86,6 +86,10 @@ impl EvictionPorts for Evictor {
         self.staging.page(ticket.slot)
     }
 
+    fn change_staged(&mut self, ticket: Ticket, change: &mut dyn FnMut(&mut [u8])) {
+        self.staging.change(ticket.slot, change);
+    }
+
     fn punch(&mut self, run: PageRun) -> Result<(), EvictionError> {
         self.ram.punch(run).map_err(|error| {
             tracing::warn!(%error, "punching a run failed");

@@ -63,13 +63,13 @@ pub enum LimitError {
 
 /// A limit in pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sizes {
+pub struct Sizes {
     /// The limit.
     pub(super) limit_pages: u64,
     /// Staging slots.
-    pub(super) staging_pages: u32,
+    pub staging_pages: u32,
     /// What resident pages may take.
-    pub(super) budget_pages: u64,
+    pub budget_pages: u64,
     /// Resident pages that may keep their slot.
     pub(super) keep_pages: u64,
 }
@@ -83,7 +83,8 @@ impl Sizes {
         Ok(Self::of(bytes, ram_bytes, size))
     }
 
-    fn of(bytes: u64, ram_bytes: u64, size: PageSize) -> Self {
+    /// Those of a limit of so many bytes, which may be smaller than any that a guest gets.
+    pub fn of(bytes: u64, ram_bytes: u64, size: PageSize) -> Self {
         let (limit_pages, ram_pages) = (bytes / size.bytes(), ram_bytes / size.bytes());
         let staging_pages = staging_pages(limit_pages, ram_pages, size);
         Self {

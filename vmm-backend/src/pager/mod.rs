@@ -66,7 +66,7 @@ pub use homing::{Course, HomingError};
 pub(crate) use record::DISK_KEY;
 pub(crate) use state_dir::DISK_TABLE;
 
-pub use limits::{HEADROOM_BYTES, LimitError, min_limit_bytes};
+pub use limits::{HEADROOM_BYTES, LimitError, Sizes, min_limit_bytes};
 pub use report::{MemoryReport, ServerNotes};
 pub use state_dir::StateError;
 pub use takeover::{Orphan, TakeoverError};

@@ -571,6 +571,14 @@ impl StagingArea {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.place(slot).as_ptr(), length) };
     }
 
+    /// Has a slot's bytes changed in place; the caller holds it exclusively.
+    pub(super) fn change(&self, slot: StagingSlot, change: impl FnOnce(&mut [u8])) {
+        // SAFETY: `place` is the start of a whole page of the mapping, which nobody else looks at.
+        change(unsafe {
+            std::slice::from_raw_parts_mut(self.place(slot).as_ptr(), self.size.length())
+        });
+    }
+
     /// Reads neighbouring pages of `file` into slots, in order. The caller holds them, and nobody
     /// looks at them before this returns.
     pub(super) fn read_from(

@@ -4,10 +4,10 @@
 //! A batch whose connection dies is written again on the next one, into fresh slots. That is safe,
 //! for the server lets no new connection in before the old one's last write has ended.
 //!
-//! What is written is not what is staged: pages are sealed on their way, into a buffer, and over RDMA
-//! copied from there to the connection's registered memory. Pages that are not sealed (`seal` is `off`),
-//! or were found sealed in staging, are copied too, for staging is not registered: that would pin it, and
-//! a retired slot's memory is given back by punching a hole, after which the device would go on with pages
+//! What is written is what is staged: pages are sealed there (but for those that an earlier build left,
+//! which are sealed on their way, into a buffer). Over TCP the kernel takes it from there; over RDMA it is
+//! copied to the connection's registered memory, for staging is not registered: that would pin it, and a
+//! retired slot's memory is given back by punching a hole, after which the device would go on with pages
 //! that the file has no longer.
 
 use std::collections::{HashMap, HashSet, VecDeque};

@@ -3,7 +3,7 @@
 use outram_backend::engine::eviction::Fate;
 use outram_backend::engine::shard::Shard;
 use outram_backend::engine::table::{Entry, State};
-use outram_backend::engine::{PageIndex, PageRun, SlotId};
+use outram_backend::engine::{PageIndex, PageRun};
 use outram_wire::lost_pages::LostPages;
 
 use crate::contents::Contents;
@@ -113,32 +113,57 @@ impl World {
                 (Some(contents), _) => Source::Bytes(contents),
                 (None, None) => Source::Nowhere,
                 (None, Some((_, Fate::Stays))) => hole(),
-                (None, Some((_, Fate::Clean))) => self.stored_source(page, entry.slot),
+                (None, Some((_, Fate::Clean))) => self.stored_source(page, entry),
                 (None, Some((_, Fate::Filled))) => {
                     Source::Bytes(Contents::filled(entry.fill_word()))
                 }
-                (None, Some((_, Fate::Staged(_)))) => self.staged_source(entry),
+                (None, Some((_, Fate::Staged(_)))) => self.staged_source(page, entry),
             },
-            State::Staged => self.staged_source(entry),
-            State::Stored => self.stored_source(page, entry.slot),
+            State::Staged => self.staged_source(page, entry),
+            State::Stored => self.stored_source(page, entry),
             State::Filled => Source::Bytes(Contents::filled(entry.fill_word())),
             State::Lost => Source::Destroyed,
         }
     }
 
-    fn staged_source(&self, entry: &Entry) -> Source {
+    fn staged_source(&self, page: u32, entry: &Entry) -> Source {
         let held = entry
             .staging
             .and_then(|slot| self.staging[slot.0 as usize].clone());
-        held.map_or(Source::Nowhere, Source::Bytes)
+        held.map_or(Source::Nowhere, |held| {
+            Source::Bytes(self.opened(page, entry, held))
+        })
     }
 
-    fn stored_source(&self, page: u32, slot: Option<SlotId>) -> Source {
+    fn stored_source(&self, page: u32, entry: &Entry) -> Source {
         if self.may_be_lost.contains(&page) {
             return Source::Destroyed;
         }
-        let held = slot.and_then(|slot| self.contents_of(slot).cloned());
-        held.map_or(Source::Nowhere, Source::Bytes)
+        let held = entry.slot.and_then(|slot| self.contents_of(slot).cloned());
+        held.map_or(Source::Nowhere, |held| {
+            Source::Bytes(self.opened(page, entry, held))
+        })
+    }
+
+    /// What was sealed as this page's; what does not open is as it is.
+    fn opened(&self, page: u32, entry: &Entry, held: Contents) -> Contents {
+        if !self.shared.key.seals() {
+            return held;
+        }
+        let known = &mut self.opened.borrow_mut()[page as usize];
+        let sealed = (entry.generation, entry.tag, held.hash());
+        if let Some((of, contents)) = known
+            && *of == sealed
+        {
+            return contents.clone();
+        }
+        match held.opened(&self.shared.key, PageIndex(page), entry) {
+            Some(contents) => {
+                *known = Some((sealed, contents.clone()));
+                contents
+            }
+            None => held,
+        }
     }
 
     /// The page can be given, and what would be given is what was last stored.

@@ -2,6 +2,9 @@
 
 use std::rc::Rc;
 
+use outram_backend::engine::PageIndex;
+use outram_backend::engine::seal::PageKey;
+use outram_backend::engine::table::Entry;
 use outram_wire::units::PAGE_SIZE;
 
 use crate::random::Random;
@@ -72,6 +75,13 @@ impl Contents {
                 Self::new(&bytes)
             }
         }
+    }
+
+    /// What was sealed as a page's contents; `None` where this is not what was.
+    pub(crate) fn opened(&self, key: &PageKey, page: PageIndex, entry: &Entry) -> Option<Self> {
+        let mut bytes = *self.bytes;
+        let opened = key.open(page, entry.generation, entry.tag, &mut bytes);
+        opened.is_ok().then(|| Self::new(&bytes))
     }
 
     /// The same page with one bit wrong.

@@ -19,6 +19,7 @@ use outram_backend::engine::recovery::{StagedBytes, recover_page};
 use outram_backend::engine::slots::{GroupPlace, SlabRef};
 use outram_backend::engine::table::State;
 use outram_backend::engine::{PageIndex, PageRun, StagingSlot};
+use outram_wire::seal::Seal;
 
 use crate::contents::Contents;
 use crate::plugging::{Presence, changing_part, lasting_part};
@@ -133,6 +134,9 @@ impl Simulation {
         self.note_what_happened();
         self.world.borrow_mut().used_at_death = self.shared.budget.used();
         self.world.borrow_mut().forget_volatile();
+        if self.chance(200) {
+            self.world.borrow_mut().open_staged();
+        }
         loop {
             let point = self.chance(500).then_some(Point::EntryHalfWritten);
             let count = 1 + self.roll(u64::from(PAGES / 2)) as u32;
@@ -151,7 +155,11 @@ impl Simulation {
 
     /// As the pager does it: every entry, then the shards, then the staging area's capacity.
     fn recover(&mut self) {
-        let engine = shared(Arc::clone(&self.words), self.shared.lost_pages);
+        let seal = match self.shared.key.seals() {
+            true => Seal::On,
+            false => Seal::Off,
+        };
+        let engine = shared(Arc::clone(&self.words), seal, self.shared.lost_pages);
         let left = {
             let world = &mut *self.world.borrow_mut();
             world.shared = Arc::clone(&engine);
@@ -249,6 +257,20 @@ fn living<T>(point: Option<(Point, u32)>, act: impl FnOnce() -> T) -> Result<T, 
 }
 
 impl World {
+    /// The process that died was of an earlier build, which leaves pages as they are in staging.
+    fn open_staged(&mut self) {
+        let (key, table) = (&self.shared.key, &self.shared.table);
+        for page in (0..PAGES).map(PageIndex).filter(|_| key.seals()) {
+            let entry = table.load(page);
+            let Some(slot) = entry.staging else { continue };
+            let held = &mut self.staging[slot.0 as usize];
+            let opened = held
+                .as_ref()
+                .and_then(|held| held.opened(key, page, &entry));
+            *held = opened.or_else(|| held.take());
+        }
+    }
+
     /// What only the dead process had is gone.
     fn forget_volatile(&mut self) {
         for number in 0..self.servers.writes.len() {

@@ -239,6 +239,14 @@ impl EvictionPorts for SimEvictor {
         self.copies[&ticket.slot.0].bytes()
     }
 
+    fn change_staged(&mut self, ticket: Ticket, change: &mut dyn FnMut(&mut [u8])) {
+        let mut bytes = self.staged(ticket).to_vec();
+        change(&mut bytes);
+        let contents = Contents::new(&bytes);
+        self.copies.insert(ticket.slot.0, contents.clone());
+        self.world.borrow_mut().staging[ticket.slot.0 as usize] = Some(contents);
+    }
+
     fn punch(&mut self, run: PageRun) -> Result<(), EvictionError> {
         let refused = self.refuses();
         let world = &mut *self.world.borrow_mut();

@@ -129,13 +129,12 @@ impl World {
             && let Some(contents) = &answer
         {
             let entry = self.shared.table.load(fetch.page);
-            let key = &self.shared.key;
-            let tag = key.tag(
-                fetch.page,
-                entry.generation,
-                contents.bytes(),
-                &mut Vec::new(),
-            );
+            let (key, mut bytes) = (&self.shared.key, contents.bytes().to_vec());
+            if key.seals() {
+                // Sealed as what it is the text of, it is this again, and has the tag that is taken.
+                key.seal(fetch.page, entry.generation, &mut bytes);
+            }
+            let tag = key.seal(fetch.page, entry.generation, &mut bytes);
             if entry.state == State::Stored {
                 let entry = outram_backend::engine::table::Entry { tag, ..entry };
                 self.shared.table.store(fetch.page, &entry);
@@ -163,7 +162,13 @@ impl World {
             return Started::Abandon(shard, staged);
         };
         let contents = self.staging[staged.staging.slot.0 as usize].clone();
-        let contents = contents.expect("an order to write a slot that holds a page");
+        let mut contents = contents.expect("an order to write a slot that holds a page");
+        if self.shared.key.seals() && !staged.is_sealed {
+            let mut bytes = contents.bytes().to_vec();
+            let key = &self.shared.key;
+            key.seal(staged.page, staged.generation, &mut bytes);
+            contents = Contents::new(&bytes);
+        }
         let sealed_as = (staged.page.0, staged.generation.0);
         let sent = *self.sent.entry(sealed_as).or_insert(contents.hash());
         if sent != contents.hash() {

@@ -89,14 +89,14 @@ impl Words for Lasting {
 }
 
 /// An engine's shared part over a table, with no staging slots yet.
-pub(crate) fn shared(words: TableWords, lost_pages: LostPages) -> SharedRef {
+pub(crate) fn shared(words: TableWords, seal: Seal, lost_pages: LostPages) -> SharedRef {
     Arc::new(Shared {
         page_size: PageSize::BASE,
         table: PageTable::new(Box::new(Lasting(words))),
         budget: Budget::new(LIMIT_FIRST, PageSize::BASE),
         staging: StagingPool::new(0),
         slots: SlotPool::new(SERVERS),
-        key: PageKey::new(&[7; 32], Seal::Off),
+        key: PageKey::new(&[7; 32], seal),
         lost_pages,
         stats: Stats::new(),
     })
@@ -127,7 +127,11 @@ impl Simulation {
             1 => LostPages::Stop,
             _ => LostPages::Poison,
         };
-        let shared = shared(Arc::clone(&words), lost_pages);
+        let seal = match seed / 2 % 2 {
+            1 => Seal::On,
+            _ => Seal::Off,
+        };
+        let shared = shared(Arc::clone(&words), seal, lost_pages);
         let written = WrittenDown::default();
         shared.staging.set_capacity(written.staging);
         shared.slots.set_keep_allowance(written.kept);

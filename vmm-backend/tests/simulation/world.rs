@@ -6,12 +6,16 @@
 //! EAGAIN from the queueing of a REMOVE until its caller has gone on; COPY onto a page that is
 //! there fails with EEXIST and wakes nobody; the protection of a page outlives its punching.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use outram_backend::engine::eviction::Run;
 use outram_backend::engine::shard::Fault;
 use outram_backend::engine::table::State;
-use outram_backend::engine::{PageIndex, PageRun, PinId, PinRefused, SharedRef, StagedPage};
+use outram_backend::engine::tag::Tag;
+use outram_backend::engine::{
+    Generation, PageIndex, PageRun, PinId, PinRefused, SharedRef, StagedPage,
+};
 use outram_wire::lost_pages::LostPages;
 
 use crate::contents::{Contents, Store};
@@ -38,6 +42,9 @@ pub(crate) enum Memory {
     /// loses what it holds.
     TmpfsTwoCopies,
 }
+
+/// A sealed page's generation and tag, its text's hash; and what was sealed.
+pub(crate) type Opened = ((Generation, Tag, u64), Contents);
 
 /// Which check failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,6 +214,8 @@ pub(crate) struct World {
     /// Pages that a backend had room for that died in this step.
     pub(crate) used_at_death: u64,
     pub(crate) staging: Vec<Option<Contents>>,
+    /// What each page's text was when it was last opened for a check.
+    pub(crate) opened: RefCell<Vec<Option<Opened>>>,
     pub(crate) runs: Vec<OutRun>,
     pub(crate) orders: VecDeque<(usize, StagedPage)>,
     pub(crate) servers: Servers,
@@ -269,6 +278,7 @@ impl World {
             brought: 0,
             used_at_death: 0,
             staging: vec![None; STAGING_MOST as usize],
+            opened: RefCell::new(vec![None; PAGES as usize]),
             runs: Vec::new(),
             orders: VecDeque::new(),
             servers: Servers::new(if kind == Memory::TmpfsTwoCopies { 2 } else { 1 }),

@@ -151,8 +151,8 @@ pub struct Shard<P: Ports> {
     move_waits: bool,
     /// Staging slots for pages on their way.
     moving: HashMap<PageIndex, Ticket>,
-    /// Pages that were found sealed in staging, and their generations then.
-    staged_sealed: HashMap<PageIndex, Generation>,
+    /// Pages that an earlier build left unsealed in staging, and their generations then.
+    staged_plain: HashMap<PageIndex, Generation>,
     /// How far its pages have come home, while they are brought there.
     homing: Option<Homing>,
     next_fetch: u64,
@@ -192,7 +192,7 @@ impl<P: Ports> Shard<P> {
             to_move: VecDeque::new(),
             move_waits: false,
             moving: HashMap::new(),
-            staged_sealed: HashMap::new(),
+            staged_plain: HashMap::new(),
             homing: None,
             next_fetch: 0,
             runs_out: Vec::new(),
@@ -704,8 +704,8 @@ impl<P: Ports> Shard<P> {
             self.shared.budget.release(1);
             return self.lose(page, pending);
         };
-        let found_sealed = self.staged_sealed.get(&page) == Some(&entry.generation);
-        let how = if !found_sealed {
+        let found_plain = self.staged_plain.get(&page) == Some(&entry.generation);
+        let how = if found_plain || !self.shared.key.seals() {
             self.ports.copy_staged(page, slot)
         } else if self.opens_staged(page, &entry, slot) {
             self.ports.copy(page, &self.room, false)
@@ -732,8 +732,8 @@ impl<P: Ports> Shard<P> {
         );
         crash_points::pass(Point::TakeBackMarked);
         if matches!(how, Install::Done | Install::Exists) {
-            if found_sealed {
-                self.staged_sealed.remove(&page);
+            if found_plain {
+                self.staged_plain.remove(&page);
             }
             self.shared.staging.release(slot);
         }
@@ -741,12 +741,10 @@ impl<P: Ports> Shard<P> {
 
     /// Whether the bytes in a staging slot are sealed as this page's; opened, they are in `room` then.
     fn opens_staged(&mut self, page: PageIndex, entry: &Entry, slot: StagingSlot) -> bool {
-        let key = &self.shared.key;
-        if !key.seals() {
-            return false;
-        }
         self.ports.read_staged(slot, &mut self.room);
-        key.open(page, entry.generation, entry.tag, &mut self.room)
+        self.shared
+            .key
+            .open(page, entry.generation, entry.tag, &mut self.room)
             .is_ok()
     }
 

@@ -79,7 +79,14 @@ impl<P: Ports> Shard<P> {
         bytes: &[u8],
         ticket: Ticket,
     ) {
-        self.ports.stage(ticket.slot, bytes);
+        // Also where an earlier build had left it unsealed, before it was written.
+        self.staged_plain.remove(&page);
+        self.room.copy_from_slice(bytes);
+        if self.shared.key.seals() {
+            // The very text that came: it is the same page and generation.
+            self.shared.key.seal(page, entry.generation, &mut self.room);
+        }
+        self.ports.stage(ticket.slot, &self.room);
         crash_points::pass(Point::MoveStaged);
         let next = Entry {
             state: State::Staged,
@@ -96,7 +103,7 @@ impl<P: Ports> Shard<P> {
             page,
             staging: ticket,
             generation: entry.generation,
-            is_sealed: false,
+            is_sealed: self.shared.key.seals(),
         });
     }
 

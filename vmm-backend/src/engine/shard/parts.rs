@@ -53,9 +53,11 @@ impl<P: Ports> Shard<P> {
                 self.policy.arrived(page, Arrival::New);
             }
             (State::Staged, Some(staging)) => {
-                let is_sealed = self.opens_staged(page, &entry, staging.slot);
-                if is_sealed {
-                    self.staged_sealed.insert(page, entry.generation);
+                // Recovery has made sure that it is the page's, sealed or as it is.
+                let seals = self.shared.key.seals();
+                let is_sealed = seals && self.opens_staged(page, &entry, staging.slot);
+                if seals && !is_sealed {
+                    self.staged_plain.insert(page, entry.generation);
                 }
                 self.ports.write_back(StagedPage {
                     page,

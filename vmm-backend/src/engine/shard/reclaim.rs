@@ -184,7 +184,7 @@ impl<P: Ports> Shard<P> {
                     page,
                     staging: ticket,
                     generation,
-                    is_sealed: false,
+                    is_sealed: self.shared.key.seals(),
                 });
             }
         }
@@ -228,9 +228,8 @@ impl<P: Ports> Shard<P> {
                     },
                 );
                 crash_points::pass(Point::WriteStored);
-                if staged.is_sealed {
-                    // Where it is staged again to be moved, it is this build that does it.
-                    self.staged_sealed.remove(&page);
+                if !staged.is_sealed {
+                    self.staged_plain.remove(&page);
                 }
                 self.shared.staging.release(staged.staging.slot);
                 self.move_if_vacating(page);

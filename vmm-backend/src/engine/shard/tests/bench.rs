@@ -201,6 +201,10 @@ impl EvictionPorts for Script {
         &self.staging[&ticket.slot.0]
     }
 
+    fn change_staged(&mut self, ticket: Ticket, change: &mut dyn FnMut(&mut [u8])) {
+        change(self.staging.get_mut(&ticket.slot.0).expect("read before"));
+    }
+
     fn punch(&mut self, run: PageRun) -> Result<(), EvictionError> {
         if self.refuse_punch {
             return Err(EvictionError::Refused);

@@ -46,6 +46,20 @@ fn zeros_ahead_stop_at_a_page_that_is_there() {
 }
 
 #[test]
+fn nothing_of_a_page_shows_in_staging() {
+    let mut bench = Bench::new();
+    bench.touch(5, 1);
+    bench.evict_all();
+    let slot = bench.entry(5).staging.expect("staged").0;
+    let shows = bench.world().staging[&slot]
+        .windows(8)
+        .any(|part| part == &bytes(1)[..8]);
+    assert!(!shows);
+    bench.fault(5, READ);
+    assert_eq!(bench.read(5), Some(bytes(1)));
+}
+
+#[test]
 fn a_page_that_exists_already_counts_as_dirty_and_its_waiters_wake() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);

@@ -9,18 +9,18 @@ fn all() -> crate::engine::PageRun {
     run(0, SHARD_PAGES)
 }
 
-/// A shard that takes pages over from another build: each in the staging slot of its number, those of
-/// `sealed` sealed there.
-fn taken_over(pages: &[u32], sealed: &[u32]) -> Bench {
+/// A shard that takes pages over: each in the staging slot of its number, sealed there but for those of
+/// `plain`, which an earlier build left.
+fn taken_over(pages: &[u32], plain: &[u32]) -> Bench {
     let mut bench = Bench::of(0, &shared(100, 0));
     for &page in pages {
         let (mut text, generation) = (bytes(1), Generation(5));
         let key = &bench.shared.key;
         let tag = key.seal(PageIndex(page), generation, &mut text);
-        let held = if sealed.contains(&page) {
-            text
-        } else {
+        let held = if plain.contains(&page) {
             bytes(1)
+        } else {
+            text
         };
         let entry = Entry {
             state: State::Staged,
@@ -39,8 +39,8 @@ fn taken_over(pages: &[u32], sealed: &[u32]) -> Bench {
 }
 
 #[test]
-fn pages_that_a_later_build_sealed_in_staging_are_taken_over() {
-    let mut bench = taken_over(&[7, 8], &[7]);
+fn pages_that_an_earlier_build_left_unsealed_in_staging_are_taken_over() {
+    let mut bench = taken_over(&[7, 8], &[8]);
     let orders = bench.world().orders.drain(..);
     let orders: Vec<_> = orders
         .map(|order| (order.page.0, order.is_sealed))
@@ -54,14 +54,14 @@ fn pages_that_a_later_build_sealed_in_staging_are_taken_over() {
     // From here on it is this build's.
     bench.store(7, 2);
     bench.evict_all();
-    assert!(bench.world().orders.iter().all(|order| !order.is_sealed));
+    assert!(bench.world().orders.iter().all(|order| order.is_sealed));
     bench.fault(7, READ);
     assert_eq!(bench.read(7), Some(bytes(2)));
 }
 
 #[test]
-fn a_page_found_sealed_that_is_spoilt_since_is_lost() {
-    let mut bench = taken_over(&[7], &[7]);
+fn a_staged_page_that_is_spoilt_since_is_lost() {
+    let mut bench = taken_over(&[7], &[]);
     bench.world().staging.get_mut(&7).expect("staged")[100] ^= 1;
     bench.fault(7, READ);
     assert_eq!((bench.read(7), bench.state(7)), (None, State::Lost));
@@ -71,7 +71,7 @@ fn a_page_found_sealed_that_is_spoilt_since_is_lost() {
 }
 
 #[test]
-fn a_page_found_sealed_is_plain_where_it_is_staged_again_to_be_moved() {
+fn a_page_found_unsealed_is_sealed_where_it_is_staged_again_to_be_moved() {
     let mut bench = taken_over(&[7], &[7]);
     let write = bench.start_write();
     bench.end_write(write);
@@ -81,7 +81,7 @@ fn a_page_found_sealed_is_plain_where_it_is_staged_again_to_be_moved() {
     bench.shard.pump();
     bench.answer(1);
     assert_eq!(bench.state(7), State::Staged);
-    assert!(bench.world().orders.iter().all(|order| !order.is_sealed));
+    assert!(bench.world().orders.iter().all(|order| order.is_sealed));
     bench.fault(7, READ);
     assert_eq!(bench.read(7), Some(bytes(1)));
 }
