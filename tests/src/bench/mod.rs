@@ -4,6 +4,7 @@
 //! * [`floors`] measures what the kernel and the wire cost without us;
 //! * [`own`] measures Outram's faults, throughput and tuning;
 //! * [`contest`] runs [`workloads`] on Outram and on the [baselines](baseline);
+//! * [`policies`] counts what eviction policies would miss, on [traces](trace) of the workloads;
 //! * [`results`] is what a run leaves, [`ratios`] what is read from it, [`report`], [`plot`] and
 //!   [`compare`] show it.
 //!
@@ -21,6 +22,7 @@ pub mod page_store;
 pub mod phase;
 pub mod plain_pager;
 pub mod plot;
+pub mod policies;
 pub mod ratios;
 pub mod report;
 pub mod results;
@@ -28,6 +30,7 @@ pub mod runner;
 pub mod session;
 pub mod statistics;
 pub mod swap;
+pub mod trace;
 pub mod usage;
 pub mod watched_memory;
 pub mod workloads;

@@ -159,10 +159,10 @@ fn digest(memory: &[u64]) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn task(name: &str) -> Task {
+    pub(in crate::bench) fn task(name: &str) -> Task {
         Task {
             name: name.to_owned(),
             bytes: 1 << 20,

@@ -9,11 +9,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
 use outram_tests::bench::layout::Kind;
+use outram_tests::bench::phase::Task;
 use outram_tests::bench::results::Results;
 use outram_tests::bench::runner::{self, Memory, Order};
 use outram_tests::bench::session::{Session, Settings};
 use outram_tests::bench::workloads::catalogue;
-use outram_tests::bench::{compare, page_store, plot, report, swap};
+use outram_tests::bench::{compare, page_store, plot, policies, report, swap, trace};
 use outram_tests::hermetic::sandbox::{self, Side};
 use outram_tests::small_lab::LEAST;
 
@@ -41,6 +42,8 @@ enum Command {
         /// The file of the second run
         second: PathBuf,
     },
+    /// Count the misses of eviction policies, side by side, on traces of the workloads
+    Policies(PolicyArguments),
     /// List the workloads
     List,
     /// Run a workload as another process commands; started by 'run'
@@ -104,6 +107,22 @@ struct RunArguments {
 }
 
 #[derive(Args)]
+struct PolicyArguments {
+    /// MiB of each workload's data
+    #[arg(long, default_value_t = 64)]
+    workload_mib: usize,
+    /// Local ratios
+    #[arg(long, value_delimiter = ',', default_value = "0.75,0.5,0.25")]
+    local_ratios: Vec<f64>,
+    /// These workloads alone [default: all]
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    only: Vec<String>,
+    /// Seed of all that is random
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+#[derive(Args)]
 struct RunnerArguments {
     #[arg(long)]
     memory: Memory,
@@ -126,6 +145,7 @@ fn main() -> ExitCode {
             Results::load(&file).map(|results| print!("{}", report::text(&results)))
         }
         Command::Compare { first, second } => compare_files(&first, &second),
+        Command::Policies(arguments) => policies(&arguments),
         Command::List => {
             for entry in catalogue() {
                 println!("{:<18}{}", entry.name, entry.summary);
@@ -151,6 +171,35 @@ fn tell(done: Result<()>) -> ExitCode {
 fn compare_files(first: &Path, second: &Path) -> Result<()> {
     let (first, second) = (Results::load(first)?, Results::load(second)?);
     print!("{}", compare::text(&first, &second));
+    Ok(())
+}
+
+fn policies(arguments: &PolicyArguments) -> Result<()> {
+    demand_ratios(&arguments.local_ratios)?;
+    let only = arguments.only.iter().map(String::as_str);
+    let names: Vec<&str> = match arguments.only.is_empty() {
+        true => catalogue().iter().map(|entry| entry.name).collect(),
+        false => only.collect(),
+    };
+    println!("{}", policies::HEADING);
+    for name in names {
+        let (trace, _) = trace::record(&Task {
+            name: name.to_owned(),
+            bytes: arguments.workload_mib << 20,
+            seed: arguments.seed,
+            compute: 0,
+        })?;
+        for local in &arguments.local_ratios {
+            let limit = (trace.pages as f64 * local) as usize;
+            ensure!(
+                limit >= policies::LIMIT_LEAST,
+                "{local} of '{name}' are {limit} pages, and at least {} are needed: more MiB",
+                policies::LIMIT_LEAST
+            );
+            let misses = policies::misses(&trace, limit);
+            println!("{}", policies::line(name, *local, &misses));
+        }
+    }
     Ok(())
 }
 
@@ -217,6 +266,15 @@ fn run(arguments: &RunArguments) -> Result<()> {
     Ok(())
 }
 
+fn demand_ratios(ratios: &[f64]) -> Result<()> {
+    let is_ratio = |ratio: &f64| *ratio > 0.0 && *ratio <= 1.0;
+    ensure!(
+        ratios.iter().all(is_ratio),
+        "local ratios are above 0 and at most 1"
+    );
+    Ok(())
+}
+
 fn settings(arguments: &RunArguments) -> Result<Settings> {
     let quick = arguments.quick;
     let or = |value: Option<u64>, full: u64, small: u64| {
@@ -228,12 +286,7 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         &[1.0, 0.75, 0.5, 0.25]
     };
     let local_ratios = arguments.local_ratios.clone().unwrap_or(ratios.to_vec());
-    ensure!(
-        local_ratios
-            .iter()
-            .all(|&ratio| ratio > 0.0 && ratio <= 1.0),
-        "local ratios are above 0 and at most 1"
-    );
+    demand_ratios(&local_ratios)?;
     let rounds = or(arguments.rounds.map(|rounds| rounds as u64), 3, 3);
     let faults = or(arguments.faults.map(|faults| faults as u64), 20_000, 4000);
     ensure!(rounds > 0 && faults > 0, "at least one round of one fault");
