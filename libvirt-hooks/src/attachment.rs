@@ -7,6 +7,7 @@ use std::fmt;
 use std::path::Path;
 
 use outram_wire::disk::DiskKey;
+use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::Limit;
@@ -65,6 +66,8 @@ pub struct AttachRequest {
     pub seal: Option<Seal>,
     /// What becomes of the guest where it uses a page that is lost; `None` as for `seal`.
     pub lost_pages: Option<LostPages>,
+    /// How much of its memory is moved at a time; `None` as for `seal`.
+    pub granularity: Option<Granularity>,
     /// Its far-memory disk.
     pub disk: DiskRequest,
 }
@@ -112,6 +115,10 @@ pub fn attach(
             .lost_pages
             .or(before.as_ref().map(|before| before.lost_pages))
             .unwrap_or_default(),
+        granularity: request
+            .granularity
+            .or(before.as_ref().map(|before| before.granularity))
+            .unwrap_or_default(),
         disk: request
             .disk
             .applied(before.as_ref().and_then(|before| before.disk)),
@@ -151,6 +158,7 @@ pub fn attach_running(
         servers: request.servers.clone(),
         seal: request.seal.unwrap_or_default(),
         lost_pages: request.lost_pages.unwrap_or_default(),
+        granularity: request.granularity.unwrap_or_default(),
         disk: request.disk.applied(None),
         added: Vec::new(),
     };

@@ -8,6 +8,7 @@ use std::time::Duration;
 use outram_wire::control::{
     CONTROL_VERSION, Envelope, FrameError, Reply, Request, Status, connect, read_frame, write_frame,
 };
+use outram_wire::granularity::Granularity;
 use outram_wire::units::Limit;
 
 /// How long a backend may take to answer. Its control thread waits for nothing, so a longer
@@ -97,6 +98,11 @@ impl BackendControl {
     /// Sets a new limit.
     pub fn tune(&self, limit: Limit) -> Result<(), ControlError> {
         self.command(Request::Tune(limit))
+    }
+
+    /// Has so much of the guest's memory moved at a time.
+    pub fn set_granularity(&self, granularity: Granularity) -> Result<(), ControlError> {
+        self.command(Request::SetGranularity(granularity))
     }
 
     /// Has the backend's process replaced by one of the program that is installed now. That it has

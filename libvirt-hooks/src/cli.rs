@@ -73,7 +73,7 @@ pub enum Command {
     /// What 'attach' added is removed; changes that you made in between stay. All memory of a running
     /// domain comes home first, which Ctrl-C calls off.
     Detach(attach::DetachArguments),
-    /// Change how much of the host's memory a running domain may use
+    /// Change how much of the host's memory a running domain may use, or how much is moved at a time
     ///
     /// Growing takes effect at once; shrinking moves pages away in the background.
     Tune(tune::TuneArguments),

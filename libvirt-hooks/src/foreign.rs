@@ -105,6 +105,7 @@ pub fn attach(
         servers: wish.servers.clone(),
         seal: None,
         lost_pages: None,
+        granularity: None,
         disk: DiskRequest::Keep,
     };
     attachment::attach(&mut domain, &paths.run, &request)?;

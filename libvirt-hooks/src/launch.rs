@@ -14,6 +14,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use outram_wire::control::{Phase, Status, is_supervised};
+use outram_wire::granularity::Granularity;
 use outram_wire::incoming::Incoming;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -190,6 +191,9 @@ impl Launch {
         }
         if self.settings.lost_pages != LostPages::default() {
             option("lost-pages", self.settings.lost_pages.to_string().into());
+        }
+        if self.settings.granularity != Granularity::default() {
+            option("granularity", self.settings.granularity.to_string().into());
         }
         option("run-dir", self.run.clone().into());
         option("socket-user", self.socket_user.to_string().into());
@@ -510,6 +514,7 @@ mod tests {
                 servers: Vec::new(),
                 seal: Seal::Off,
                 lost_pages: LostPages::Poison,
+                granularity: "64KiB".parse().expect("one"),
                 disk: None,
                 added: Vec::new(),
             },
@@ -538,6 +543,7 @@ mod tests {
                 "--local-ratio=0.5",
                 "--seal=off",
                 "--lost-pages=poison",
+                "--granularity=64KiB",
                 "--run-dir=/run/outram",
                 "--socket-user=libvirt-qemu:kvm",
                 "--incoming=restore",

@@ -14,6 +14,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
+use outram_wire::granularity::{Granularity, GranularityError};
 use outram_wire::lost_pages::{LostPages, LostPagesError};
 use outram_wire::seal::{Seal, SealError};
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, UnitError, format_size, parse_size};
@@ -87,6 +88,8 @@ pub struct MemorySettings {
     pub seal: Seal,
     /// What becomes of the guest where it uses a page that is lost.
     pub lost_pages: LostPages,
+    /// How much of the guest's memory is moved at a time.
+    pub granularity: Granularity,
     /// The far-memory disk; without one the guest sees a small disk that holds nothing.
     pub disk: Option<DiskSettings>,
     /// What attach added; empty for settings written by hand.
@@ -171,6 +174,9 @@ pub enum MetadataError {
     /// Neither stopped at lost pages nor told of them.
     #[error("attribute 'lost-pages' of <outram:memory>: {0}")]
     LostPages(#[from] LostPagesError),
+    /// No size that memory can be moved in.
+    #[error("attribute 'granularity' of <outram:memory>: {0}")]
+    Granularity(#[from] GranularityError),
     /// A limit of less than a page.
     #[error("local='{0}' of <outram:memory> is less than one page: expected a size such as 512MiB")]
     TooSmall(String),
@@ -246,12 +252,14 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
     expect_no_text(domain, element, "memory")?;
     let (mut ratio, mut local, mut added) = (None, None, Vec::new());
     let (mut seal, mut lost_pages) = (Seal::default(), LostPages::default());
+    let mut granularity = Granularity::default();
     for (namespace, name, value) in domain.attributes(element) {
         match (namespace.as_str(), name.as_str()) {
             ("", "local-ratio") => ratio = Some(value),
             ("", "local") => local = Some(value),
             ("", "seal") => seal = value.parse()?,
             ("", "lost-pages") => lost_pages = value.parse()?,
+            ("", "granularity") => granularity = value.parse()?,
             ("", "added") => {
                 added = value
                     .split_whitespace()
@@ -262,7 +270,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
                 return Err(MetadataError::Attribute {
                     element: "memory",
                     found: name,
-                    expected: "'local-ratio', 'local', 'seal' or 'lost-pages'",
+                    expected: "'local-ratio', 'local', 'seal', 'lost-pages' or 'granularity'",
                 });
             }
         }
@@ -287,6 +295,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
         servers,
         seal,
         lost_pages,
+        granularity,
         disk,
         added,
     })
@@ -426,6 +435,10 @@ fn serialise(settings: &MemorySettings, namespace: &str) -> Result<String, Domai
     if settings.lost_pages != LostPages::default() {
         let lost_pages = xot.add_name("lost-pages");
         xot.set_attribute(memory, lost_pages, settings.lost_pages.to_string());
+    }
+    if settings.granularity != Granularity::default() {
+        let granularity = xot.add_name("granularity");
+        xot.set_attribute(memory, granularity, settings.granularity.to_string());
     }
     if !settings.added.is_empty() {
         let words: Vec<String> = settings.added.iter().map(Addition::to_string).collect();

@@ -7,6 +7,7 @@
 
 use std::path::{Path, PathBuf};
 
+use outram_wire::granularity::GranularityError;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::units::VmId;
 use xot::Node;
@@ -26,6 +27,9 @@ pub enum Refusal {
          page; use 'outram attach --lost-pages stop'"
     )]
     NobodyToPoison(String),
+    /// More is to be moved at a time than one huge page.
+    #[error(transparent)]
+    Granularity(GranularityError),
     /// Another architecture.
     #[error("the guest's architecture is '{0}': Outram supports x86_64 guests")]
     Architecture(String),
@@ -273,7 +277,15 @@ fn check_memory_backing(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
     if backing("locked").is_some() {
         refusals.push(Refusal::Locked);
     }
-    refusals.extend(page_size::find(domain).err());
+    match page_size::find(domain) {
+        Ok(size) => {
+            // Settings that are not understood are told of by who reads them.
+            let settings = metadata::read(domain).ok().flatten();
+            let granularity = settings.map(|settings| settings.granularity.pages(size));
+            refusals.extend(granularity.and_then(Result::err).map(Refusal::Granularity));
+        }
+        Err(refusal) => refusals.push(refusal),
+    }
 }
 
 fn cells(domain: &DomainXml) -> Vec<Node> {

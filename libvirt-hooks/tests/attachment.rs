@@ -24,6 +24,7 @@ fn request(ratio: f64, servers: &[&str]) -> AttachRequest {
             .collect(),
         seal: None,
         lost_pages: None,
+        granularity: None,
         disk: Default::default(),
     }
 }

@@ -74,6 +74,15 @@ fn bad_arguments_are_told() {
             "expected host:port",
         ),
         (&["tune", "vm"], "--local-ratio"),
+        (&["tune", "vm", "--persist"], "--granularity"),
+        (
+            &["tune", "vm", "--local-ratio", "0.5", "--local", "1G"],
+            "cannot be used with",
+        ),
+        (
+            &["tune", "vm", "--granularity", "1MiB"],
+            "a power of two from 4 KiB to 256 KiB",
+        ),
         (&["pki", "issue", "server", "s"], "--address"),
         (&["top", "--delay", "0"], "expected seconds"),
         (&["top", "--sort", "x"], "possible values"),
@@ -96,6 +105,8 @@ fn odd_domain_names_and_uris_are_taken() {
         Arguments::try_parse_from(["outram", "status", "-c", "qemu:///system", "--json"]).is_ok()
     );
     assert!(Arguments::try_parse_from(["outram", "detach", "--", "-x"]).is_ok());
+    let both = ["--local-ratio=0.5", "--granularity=64KiB"];
+    assert!(Arguments::try_parse_from(["outram", "tune", "x", both[0], both[1]]).is_ok());
 }
 
 fn vm() -> VmId {

@@ -5,6 +5,7 @@ use outram_libvirt::metadata::{
     Addition, DiskSettings, MemorySettings, read, to_plain_text, to_text,
 };
 use outram_wire::disk::DiskKey;
+use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, LocalRatio};
@@ -24,6 +25,7 @@ fn settings() -> MemorySettings {
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: Seal::On,
         lost_pages: LostPages::Stop,
+        granularity: Granularity::default(),
         disk: None,
         added: vec![Addition::Source, Addition::PciController(7)],
     }
@@ -73,6 +75,23 @@ fn what_becomes_of_lost_pages_is_read_as_written() {
     let wrong = format!("<o:memory {NS} local-ratio='0.5' lost-pages='zero'/>");
     let error = read(&domain(&wrong)).expect_err("no such word");
     assert!(error.to_string().contains("'stop' or 'poison'"), "{error}");
+}
+
+#[test]
+fn what_is_moved_at_a_time_is_read_as_written() {
+    let settings = MemorySettings {
+        granularity: "64KiB".parse().expect("one"),
+        ..settings()
+    };
+    let text = to_text(&settings).expect("text");
+    assert!(text.contains(" granularity=\"64KiB\" "), "{text}");
+    assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
+    let wrong = format!("<o:memory {NS} local-ratio='0.5' granularity='3MiB'/>");
+    let error = read(&domain(&wrong)).expect_err("too much").to_string();
+    assert!(
+        error.contains("'granularity'") && error.contains("256 KiB"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -18,6 +18,7 @@ fn attached() -> String {
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: None,
         lost_pages: None,
+        granularity: None,
         disk: Default::default(),
     };
     attachment::attach(&mut domain, Path::new(RUN), &request).expect("attached");
@@ -54,6 +55,17 @@ fn memory_errors_are_for_guests_of_kvm() {
     let emulated = attached.replacen("type=\"kvm\"", "type=\"qemu\"", 1);
     let found = refusals(&emulated);
     assert_eq!(found, [Refusal::NobodyToPoison("qemu".into())]);
+}
+
+#[test]
+fn huge_pages_are_moved_one_by_one() {
+    let shared = "<access mode=\"shared\"/>";
+    let huge = format!("{shared}<hugepages><page size='2' unit='M'/></hugepages>");
+    let in_blocks = "<outram:memory granularity='64KiB' ";
+    let attached = attached().replacen("<outram:memory ", in_blocks, 1);
+    assert_eq!(refusals(&attached), []);
+    let found = refusals(&attached.replacen(shared, &huge, 1));
+    assert!(matches!(&found[..], [Refusal::Granularity(_)]), "{found:?}");
 }
 
 #[test]

@@ -59,6 +59,7 @@ fn request(percent: u32) -> AttachRequest {
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: None,
         lost_pages: None,
+        granularity: None,
         disk: Default::default(),
     }
 }

@@ -327,14 +327,15 @@ fn budget_ops() -> impl Strategy<Value = BudgetOp> {
 enum PolicyOp {
     Arrive(u32, bool),
     Depart(u32),
-    Choose(u32, u64),
+    Choose(u32, u32, u64),
 }
 
 fn policy_ops() -> impl Strategy<Value = PolicyOp> {
     prop_oneof![
         8 => (0..64u32, any::<bool>()).prop_map(|(page, back)| PolicyOp::Arrive(page, back)),
         1 => (0..64u32).prop_map(PolicyOp::Depart),
-        2 => (1..20u32, any::<u64>()).prop_map(|(most, may)| PolicyOp::Choose(most, may)),
+        2 => (1..20u32, 0..4u32, any::<u64>())
+            .prop_map(|(most, power, may)| PolicyOp::Choose(most, 1 << power, may)),
     ]
 }
 
@@ -430,9 +431,9 @@ proptest! {
                     policy.departed(PageIndex(FIRST + page));
                     there.remove(&page);
                 }
-                PolicyOp::Choose(most, may) => {
+                PolicyOp::Choose(most, granule, may) => {
                     let may_go = |page: PageIndex| may >> (page.0 - FIRST) & 1 == 1;
-                    match policy.choose(most, &mut |page| may_go(page)) {
+                    match policy.choose(most, granule, &mut |page| may_go(page)) {
                         Some(run) => {
                             prop_assert!(run.count >= 1 && run.count <= most);
                             for page in run.pages() {

@@ -17,6 +17,7 @@ use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::granularity::Granularity;
 use crate::identity::IdentityStatus;
 use crate::units::{Limit, VmId};
 
@@ -72,6 +73,8 @@ pub enum Request {
     Metrics,
     /// Set a new limit; answered once accepted (and reserved), reached in the background.
     Tune(Limit),
+    /// Have so much of the guest's memory fetched and evicted together from now on.
+    SetGranularity(Granularity),
     /// Bring every page home, the limit notwithstanding: the first part of a live detach. It lasts
     /// as long as the connection that asked for it, and a request at least every ten seconds.
     BringHome,
@@ -254,6 +257,9 @@ pub struct Status {
     pub limit: Limit,
     /// The limit in bytes.
     pub limit_bytes: u64,
+    /// Bytes that are fetched and evicted together; earlier backends do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub granularity_bytes: Option<u64>,
     /// Bytes in the memfd, by our count.
     pub resident_bytes: u64,
     /// Bytes in the staging area, by our count.

@@ -7,6 +7,7 @@
 pub mod causes;
 pub mod control;
 pub mod disk;
+pub mod granularity;
 pub mod identity;
 pub mod incoming;
 pub mod lost_pages;

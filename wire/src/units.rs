@@ -112,7 +112,7 @@ impl FromStr for VmId {
 }
 
 /// Why a size, ratio or identity was not understood.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum UnitError {
     /// The text is no size.
     #[error(

@@ -231,6 +231,7 @@ fn any_request() -> AttachRequest {
         servers: Vec::new(),
         seal: None,
         lost_pages: None,
+        granularity: None,
         disk: DiskRequest::Keep,
     }
 }

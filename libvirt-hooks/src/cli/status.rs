@@ -262,6 +262,9 @@ fn add_memory(lines: &mut Lines, status: &Status) {
         "limit",
         &format!("{} ({})", size(status.limit_bytes), status.limit),
     );
+    if let Some(bytes) = status.granularity_bytes {
+        lines.add("moved in", &size(bytes));
+    }
     lines.add(
         "local",
         &format!(

@@ -1,10 +1,14 @@
-//! `outram tune`: a new limit for a running domain, for its definition, or both.
+//! `outram tune`: a new limit or granularity for a running domain, for its definition, or both.
+
+use std::str::FromStr;
 
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
+use outram_wire::granularity::Granularity;
+use outram_wire::units::{Limit, LocalRatio};
 
-use super::LimitArguments;
 use super::completion::domain_names;
+use super::parse_local;
 use super::report::{Guest, find_guest};
 use crate::domain_xml::DomainXml;
 use crate::host::Paths;
@@ -13,28 +17,38 @@ use crate::metadata::{self, MemorySettings};
 
 /// The arguments of `outram tune`.
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("change").required(true).multiple(true).args(["local_ratio", "local", "granularity"]))]
 pub struct TuneArguments {
     /// Name or UUID of the domain
     #[arg(add = domain_names())]
     domain: String,
-    #[command(flatten)]
-    limit: LimitArguments,
-    /// Also change the domain's settings, so that later starts use the new limit
+    /// Share of the guest's RAM that may lie on this host: above 0, at most 1
+    #[arg(long, value_name = "RATIO", value_parser = LocalRatio::from_str, conflicts_with = "local")]
+    local_ratio: Option<LocalRatio>,
+    /// Size that may lie on this host, such as 512MiB or 2G
+    #[arg(long, value_name = "SIZE", value_parser = parse_local)]
+    local: Option<u64>,
+    /// How much of the guest's memory is fetched and evicted together: a power of two from 4KiB (page by
+    /// page) to 256KiB
+    #[arg(long, value_name = "SIZE")]
+    granularity: Option<Granularity>,
+    /// Also change the domain's settings, so that later starts use it
     #[arg(long)]
     persist: bool,
 }
 
 impl TuneArguments {
-    /// Sets the limit.
+    fn limit(&self) -> Option<Limit> {
+        let ratio = self.local_ratio.map(Limit::LocalRatio);
+        ratio.or(self.local.map(Limit::LocalBytes))
+    }
+
+    /// Sets what is asked for.
     pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
-        let limit = self.limit.limit();
         let guest = find_guest(&self.domain, uri, paths)?;
         let running = guest.control.status();
         match &running {
-            Ok(_) => {
-                guest.control.tune(limit)?;
-                println!("Domain '{}' now has the limit: {limit}", guest.name);
-            }
+            Ok(_) => self.tune(&guest)?,
             Err(_) if self.persist && !domain_runs(&guest, uri)? => {
                 println!(
                     "Domain '{}' is not running: only its settings are changed",
@@ -53,11 +67,28 @@ impl TuneArguments {
         Ok(true)
     }
 
+    fn tune(&self, guest: &Guest) -> Result<()> {
+        // What servers may have no room for goes first.
+        if let Some(limit) = self.limit() {
+            guest.control.tune(limit)?;
+            println!("Domain '{}' now has the limit: {limit}", guest.name);
+        }
+        if let Some(granularity) = self.granularity {
+            guest.control.set_granularity(granularity)?;
+            println!(
+                "Memory of domain '{}' now moves in: {granularity}",
+                guest.name
+            );
+        }
+        Ok(())
+    }
+
     fn persist(&self, guest: &Guest, uri: Option<&str>) -> Result<()> {
         let domain = Libvirt::connect(uri)?.domain(&guest.vm.to_string())?;
         let settings = settings_of(&domain)?;
         let settings = MemorySettings {
-            limit: self.limit.limit(),
+            limit: self.limit().unwrap_or(settings.limit),
+            granularity: self.granularity.unwrap_or(settings.granularity),
             ..settings
         };
         domain.set_settings(&metadata::to_plain_text(&settings)?, domain.is_active()?)?;

@@ -111,6 +111,7 @@ pub(crate) fn status(name: &str, vm: VmId, limit: Limit) -> Status {
         ram_bytes: 64 << 20,
         limit,
         limit_bytes: limit.bytes(64 << 20),
+        granularity_bytes: Some(4096),
         resident_bytes: 24 << 20,
         staged_bytes: 2 << 20,
         stored_bytes: 30 << 20,

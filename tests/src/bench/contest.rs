@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
+use outram_wire::granularity::Granularity;
 use serde_json::json;
 
 use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, PARTLY_LOCAL, SWAPPED};
@@ -88,10 +89,17 @@ impl<'a> Contest<'a> {
             self.run_baseline(memory, &task, mib << 20, 1.0, name)?;
         }
         for &local in &local_ratios {
-            let run = self.run_outram(&task, mib, local);
+            let run = self.run_outram(&task, mib, local, Granularity::default());
             let run = run.with_context(|| format!("Outram at a local ratio of {local}"))?;
             self.note(OUTRAM, name, mib << 20, local, run)?;
             if local < 1.0 {
+                for granularity in self.session.settings.granularities.clone() {
+                    let memory = format!("{OUTRAM} by {granularity}");
+                    let run = self.run_outram(&task, mib, local, granularity);
+                    let run =
+                        run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
+                    self.note(&memory, name, mib << 20, local, run)?;
+                }
                 for memory in self.session.settings.baselines.clone() {
                     self.run_baseline(&memory, &task, mib << 20, local, name)?;
                 }
@@ -125,7 +133,13 @@ impl<'a> Contest<'a> {
         }
     }
 
-    fn run_outram(&self, task: &Task, mib: u64, local: f64) -> Result<Run> {
+    fn run_outram(
+        &self,
+        task: &Task,
+        mib: u64,
+        local: f64,
+        granularity: Granularity,
+    ) -> Result<Run> {
         let limit = ((mib << 20) as f64 * local) as u64;
         ensure!(
             limit >= LEAST,
@@ -133,6 +147,7 @@ impl<'a> Contest<'a> {
         );
         let session = &*self.session;
         let mut guest = session.guest(mib, 1, limit)?;
+        guest.set_granularity(granularity)?;
         let patience = session.settings.patience;
         let work = |guest: &mut Guest, phase: &str| -> Result<serde_json::Value> {
             let asked = guest.send(0, "workload", json!({"task": task, "phase": phase}))?;

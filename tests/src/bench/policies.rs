@@ -280,7 +280,7 @@ impl Outram {
             if most == 0 {
                 return;
             }
-            let Some(run) = self.policy.choose(most, &mut |_| true) else {
+            let Some(run) = self.policy.choose(most, 1, &mut |_| true) else {
                 return;
             };
             for page in run.pages() {

@@ -48,6 +48,10 @@ pub fn of(results: &Results) -> Vec<Ratio> {
             push(format!("{what} ÷ local, huge pages"), spread("huge", 1.0));
         }
         if series.memory != OUTRAM {
+            // With another granularity.
+            if series.memory.starts_with(OUTRAM) {
+                push(format!("{what} ÷ outram at {at}"), spread(OUTRAM, at));
+            }
             continue;
         }
         push(format!("{what} ÷ local memfd"), spread("memfd", 1.0));

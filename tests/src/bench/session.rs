@@ -18,6 +18,8 @@ use super::results::{FORMAT, Results};
 use super::statistics::{Distribution, Latencies};
 use super::swap::Reserved;
 use crate::hermetic::server::MemServer;
+use outram_wire::granularity::Granularity;
+
 use crate::small_lab::{Guest, Lab, Wish};
 
 /// What is to be measured.
@@ -47,6 +49,8 @@ pub struct Settings {
     pub patience: Duration,
     /// How threads are spread.
     pub layout: Kind,
+    /// Granularities that Outram's guests have beside that of a page.
+    pub granularities: Vec<Granularity>,
     /// The [baselines](super::baseline) that are paged.
     pub baselines: Vec<String>,
     /// Where swap files go, and notes of other swap.

@@ -17,6 +17,7 @@ use outram_tests::bench::workloads::catalogue;
 use outram_tests::bench::{compare, page_store, plot, policies, report, swap, trace};
 use outram_tests::hermetic::sandbox::{self, Side};
 use outram_tests::small_lab::LEAST;
+use outram_wire::granularity::Granularity;
 
 /// What paging costs, beside what the machine makes it cost at least, and what else there is
 #[derive(Parser)]
@@ -88,6 +89,9 @@ struct RunArguments {
     /// swap-file (the kernel's swap). Swap is the whole machine's while it is measured
     #[arg(long, value_delimiter = ',', default_value = "plain,zram,swap-file")]
     baselines: Vec<String>,
+    /// Run workloads on Outram also with so much memory moved at a time, such as 16KiB,64KiB
+    #[arg(long, value_delimiter = ',', value_name = "SIZE")]
+    granularity: Vec<Granularity>,
     /// Extra work for each operation, in rounds of some 4 ns
     #[arg(long, default_value_t = 0)]
     compute: u32,
@@ -313,6 +317,7 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         seed: arguments.seed,
         patience: Duration::from_secs(arguments.patience),
         layout: arguments.layout,
+        granularities: arguments.granularity.clone(),
         baselines: arguments.baselines.clone(),
         folder: target().canonicalize()?,
     })

@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use outram_backend::crash_points::Point;
 use outram_wire::control::{Phase, Reply, Request, Status};
+use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::Limit;
@@ -293,6 +294,14 @@ impl Guest {
         match self.ask(Request::Tune(Limit::LocalBytes(bytes)))? {
             Reply::Done => Ok(()),
             other => bail!("not tuned to {bytes}: {other:?}"),
+        }
+    }
+
+    /// Has so much of its memory moved at a time.
+    pub fn set_granularity(&self, granularity: Granularity) -> Result<()> {
+        match self.ask(Request::SetGranularity(granularity))? {
+            Reply::Done => Ok(()),
+            other => bail!("not moved in {granularity}: {other:?}"),
         }
     }
 

@@ -1,9 +1,10 @@
-//! Point 2: the limit changes while the guest works.
+//! Point 2: the limit changes while the guest works, whose memory moves in blocks of several pages.
 
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::guest::Spec;
+use outram_tests::hermetic::host::virsh_ok;
 use outram_tests::hermetic::sampler::{Sampler, Stated};
 
 use crate::Test;
@@ -23,6 +24,13 @@ fn ten_times(lab: &Lab) -> Result<()> {
     )?;
     let sampler = Sampler::start(&guest);
     let mut console = guest.boot()?;
+    lab.tune(&guest, &["--granularity", "64KiB", "--persist"])?;
+    ensure!(guest.status()?.granularity_bytes == Some(64 << 10));
+    let definition = virsh_ok(&["dumpxml", "--inactive", &guest.uuid])?;
+    ensure!(
+        definition.contains(r#" local-ratio="1" granularity="64KiB" "#),
+        "{definition}"
+    );
     console.ask(&format!("alloc {SHARE}"), "ALLOCATED", LONG)?;
     console.ask("work 0", "WORKING", LONG)?;
     for round in 1..=10 {

@@ -20,7 +20,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
 ];
 
 /// Written and mostly evicted by every test here.
-const FILLED: u64 = 14_000;
+pub(crate) const FILLED: u64 = 14_000;
 
 /// Kills under load in 'make test'; `OUTRAM_SOAK_KILLS` says another number.
 const KILLS: u64 = 200;
@@ -54,14 +54,14 @@ fn spread(number: u64) -> u64 {
     number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
 }
 
-fn filled(lab: &Lab, wish: &Wish<'_>) -> Result<Guest> {
+pub(crate) fn filled(lab: &Lab, wish: &Wish<'_>) -> Result<Guest> {
     let mut guest = Guest::start(lab, wish)?;
     guest.fill(0, FILLED)?;
     Ok(guest)
 }
 
 /// All sorts of access to all that is filled, but for discards.
-fn load(guest: &mut Guest, seconds: f64) -> Result<Vec<u64>> {
+pub(crate) fn load(guest: &mut Guest, seconds: f64) -> Result<Vec<u64>> {
     let work = |page, seed, write_share| {
         json!({"page": page, "pages": 5000, "seconds": seconds, "write_share": write_share,
             "seed": seed})
@@ -78,7 +78,7 @@ fn load(guest: &mut Guest, seconds: f64) -> Result<Vec<u64>> {
     ])
 }
 
-fn demand_answers(guest: &mut Guest, sent: Vec<u64>) -> Result<()> {
+pub(crate) fn demand_answers(guest: &mut Guest, sent: Vec<u64>) -> Result<()> {
     for id in sent {
         demand_sound(&guest.answer(id)?)?;
     }

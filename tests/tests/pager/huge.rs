@@ -25,6 +25,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("huge_pages_under_the_devices_rings", rings),
     ("huge_pages_told_wrongly_are_refused", refused),
     ("huge_pages_outlive_their_backends", outlive),
+    ("huge_pages_are_moved_one_by_one", page_by_page),
 ];
 
 const HUGE: u64 = 2 << 20;
@@ -386,4 +387,15 @@ fn outlive(lab: &Lab) -> Result<()> {
         guest.end(&[&server])?;
     }
     Ok(())
+}
+
+fn page_by_page(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let (_pool, guest) = guest(lab, WHOLE, &server.address, true)?;
+    guest.set_granularity("4KiB".parse()?)?;
+    let refused = guest.set_granularity("64KiB".parse()?);
+    let refused = refused.expect_err("less than a page");
+    ensure!(refused.to_string().contains("page by page"), "{refused}");
+    ensure!(guest.status()?.granularity_bytes == Some(HUGE));
+    guest.end(&[&server])
 }

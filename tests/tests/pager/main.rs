@@ -11,6 +11,7 @@ mod disk;
 mod disk_crash;
 mod exhaustion;
 mod fixture;
+mod granularity;
 mod huge;
 mod live;
 mod plugging;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
             disk::TESTS,
             poison::TESTS,
             servers::TESTS,
+            granularity::TESTS,
             crash::TESTS,
             crash_points::TESTS,
             supervisor::TESTS,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
+use outram_wire::granularity::Granularity;
 use outram_wire::incoming::Incoming;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -87,6 +88,11 @@ pub struct Flags {
     /// 'poison' gives it a memory error, as hardware does (under KVM, Linux 6.6 or newer)
     #[arg(long, value_name = "stop|poison", default_value_t)]
     pub lost_pages: LostPages,
+
+    /// How much of the guest's memory is fetched and evicted together: a power of two from 4KiB (page by
+    /// page) to 256KiB
+    #[arg(long, value_name = "SIZE", default_value_t)]
+    pub granularity: Granularity,
 
     /// Settings of this host's backends; must exist if given
     #[arg(long, value_name = "FILE", help = format!("Settings of this host's backends; must exist if given [default: {DEFAULT_CONFIG}, if it exists]"))]
@@ -259,6 +265,8 @@ pub struct Config {
     pub seal: Seal,
     /// What becomes of the guest where it uses a page that is lost.
     pub lost_pages: LostPages,
+    /// How much of its memory is moved at a time.
+    pub granularity: Granularity,
     /// This guest's directory.
     pub dir: PathBuf,
     /// Where metrics are served.
@@ -325,6 +333,7 @@ impl Config {
             incoming: flags.incoming,
             seal: flags.seal,
             lost_pages: flags.lost_pages,
+            granularity: flags.granularity,
             disk: disk(flags.disk_size, flags.disk_key_file, &dir)?,
             dir,
             metrics: flags.metrics.or(file.metrics),

@@ -106,7 +106,16 @@ fn answer(envelope: Envelope, daemon: &Daemon, homing: &mut Option<Homing>) -> R
             }
             Err(error) => Reply::Refused(with_causes(&error)),
         },
-        (Request::Tune(_), _) => {
+        (Request::SetGranularity(granularity), Stage::Serving(guest)) => {
+            match guest.pager.set_granularity(granularity) {
+                Ok(()) => {
+                    tracing::info!(%granularity, "tuned");
+                    Reply::Done
+                }
+                Err(error) => Reply::Refused(with_causes(&error)),
+            }
+        }
+        (Request::Tune(_) | Request::SetGranularity(_), _) => {
             Reply::Refused("there is no guest to tune: it has not started, or has ended".into())
         }
         (Request::BringHome, Stage::Serving(guest)) => match guest.pager.bring_home() {

@@ -136,12 +136,16 @@ impl Snapshot {
             encoder,
             (
                 "size",
-                "Guest RAM, and what of it may be local",
+                "Guest RAM, what of it may be local, and what of it is moved at a time",
                 Some(&Unit::Bytes),
             ),
             MetricType::Gauge,
             "of",
-            &[("ram", status.ram_bytes), ("limit", status.limit_bytes)],
+            &[
+                ("ram", status.ram_bytes),
+                ("limit", status.limit_bytes),
+                ("granularity", status.granularity_bytes.unwrap_or_default()),
+            ],
         )?;
         family(
             encoder,
@@ -510,6 +514,7 @@ mod tests {
             ram_bytes: 1 << 30,
             limit: Limit::LocalBytes(1 << 29),
             limit_bytes: 1 << 29,
+            granularity_bytes: Some(65536),
             resident_bytes: 8192,
             staged_bytes: 0,
             stored_bytes: 4096,

@@ -125,6 +125,7 @@ fn pager_config(config: &Config) -> PagerConfig {
         shards: config.shards,
         seal: config.seal,
         lost_pages: config.lost_pages,
+        granularity: config.granularity,
         disk_table_bytes: table_bytes(config.disk.as_ref().map(|disk| disk.size_bytes)),
     }
 }

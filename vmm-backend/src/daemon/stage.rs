@@ -183,6 +183,10 @@ impl Daemon {
                 Some(_) => memory.limit,
                 None => limit.bytes(self.config.ram_bytes),
             },
+            granularity_bytes: Some(match guest {
+                Some(guest) => guest.pager.granularity_bytes(),
+                None => self.config.granularity.bytes(),
+            }),
             unmanaged_bytes: memory.unmanaged,
             resident_bytes: memory.resident,
             staged_bytes: memory.staged,

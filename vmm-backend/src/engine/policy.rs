@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use super::granule::block_of;
 use super::{PageIndex, PageRun};
 
 /// Why a page came into the guest's memory.
@@ -20,8 +21,14 @@ pub trait Policy: Send {
     /// A page is no longer there for another reason than being chosen.
     fn departed(&mut self, page: PageIndex);
     /// The next run of at most `most` pages, all of which `may_go` accepts; `None` where no page
-    /// may go. Pages named are forgotten until they arrive again.
-    fn choose(&mut self, most: u32, may_go: &mut dyn FnMut(PageIndex) -> bool) -> Option<PageRun>;
+    /// may go. Pages named are forgotten until they arrive again. `granule` pages, a power of two, are
+    /// meant to go together.
+    fn choose(
+        &mut self,
+        most: u32,
+        granule: u32,
+        may_go: &mut dyn FnMut(PageIndex) -> bool,
+    ) -> Option<PageRun>;
 }
 
 /// Two first-in-first-out queues: pages that came back out of staging wait in a second one, which
@@ -109,6 +116,21 @@ impl TwoQueues {
     fn in_range(&self, page: u32) -> bool {
         page >= self.first.0 && ((page - self.first.0) as usize) < self.arrivals.len()
     }
+
+    /// Has a run grow, up and then down, by neighbours that are wanted, to `most` pages.
+    fn extend(&self, run: &mut PageRun, most: u32, mut wanted: impl FnMut(PageIndex) -> bool) {
+        while run.count < most && self.in_range(run.end().0) && wanted(run.end()) {
+            run.count += 1;
+        }
+        while let Some(before) = run.first.0.checked_sub(1)
+            && run.count < most
+            && self.in_range(before)
+            && wanted(PageIndex(before))
+        {
+            run.first = PageIndex(before);
+            run.count += 1;
+        }
+    }
 }
 
 impl Policy for TwoQueues {
@@ -127,7 +149,12 @@ impl Policy for TwoQueues {
         self.set_arrival(page, 0);
     }
 
-    fn choose(&mut self, most: u32, may_go: &mut dyn FnMut(PageIndex) -> bool) -> Option<PageRun> {
+    fn choose(
+        &mut self,
+        most: u32,
+        granule: u32,
+        may_go: &mut dyn FnMut(PageIndex) -> bool,
+    ) -> Option<PageRun> {
         // Pages that may not go now (pinned) are set aside, so that none of them hides one that
         // may, and queue up again.
         let mut set_aside = Vec::new();
@@ -141,26 +168,14 @@ impl Policy for TwoQueues {
             self.arrived(page, Arrival::New);
         }
         let (victim, oldest) = found?;
-        let (mut first, mut end) = (victim.0, victim.0 + 1);
-        while end - first < most
-            && self.in_range(end)
-            && self.goes_along(PageIndex(end), oldest)
-            && may_go(PageIndex(end))
-        {
-            end += 1;
-        }
-        while end - first < most
-            && first > 0
-            && self.in_range(first - 1)
-            && self.goes_along(PageIndex(first - 1), oldest)
-            && may_go(PageIndex(first - 1))
-        {
-            first -= 1;
-        }
-        let run = PageRun {
-            first: PageIndex(first),
-            count: end - first,
-        };
+        let block = block_of(victim, granule);
+        let of_block = |page: PageIndex| block.contains(page) && self.arrival(page) != 0;
+        let mut run = PageRun::single(victim);
+        // What is moved with it comes first, whatever its age.
+        self.extend(&mut run, most, |page| of_block(page) && may_go(page));
+        self.extend(&mut run, most, |page| {
+            self.goes_along(page, oldest) && may_go(page)
+        });
         for page in run.pages() {
             self.set_arrival(page, 0);
         }
@@ -185,7 +200,7 @@ mod tests {
         for page in [110, 111, 112, 500] {
             policy.arrived(PageIndex(page), Arrival::New);
         }
-        let run = policy.choose(64, &mut |_| true);
+        let run = policy.choose(64, 1, &mut |_| true);
         assert_eq!(
             run,
             Some(PageRun {
@@ -194,19 +209,19 @@ mod tests {
             })
         );
         assert_eq!(
-            policy.choose(64, &mut |_| true),
+            policy.choose(64, 1, &mut |_| true),
             Some(PageRun::single(PageIndex(500)))
         );
-        assert_eq!(policy.choose(64, &mut |_| true), None);
+        assert_eq!(policy.choose(64, 1, &mut |_| true), None);
     }
 
     #[test]
     fn pages_that_may_not_go_stay_queued() {
         let mut policy = policy(10);
         policy.arrived(PageIndex(101), Arrival::New);
-        assert_eq!(policy.choose(1, &mut |_| false), None);
+        assert_eq!(policy.choose(1, 1, &mut |_| false), None);
         assert_eq!(
-            policy.choose(1, &mut |_| true),
+            policy.choose(1, 1, &mut |_| true),
             Some(PageRun::single(PageIndex(101)))
         );
     }
@@ -217,8 +232,28 @@ mod tests {
         policy.arrived(PageIndex(100), Arrival::Refault);
         policy.arrived(PageIndex(600), Arrival::New);
         assert_eq!(
-            policy.choose(1, &mut |_| true),
+            policy.choose(1, 1, &mut |_| true),
             Some(PageRun::single(PageIndex(600)))
+        );
+    }
+
+    #[test]
+    fn what_is_moved_together_goes_together_whatever_its_age() {
+        let mut policy = policy(10_000);
+        policy.arrived(PageIndex(510), Arrival::New);
+        for page in 1000..2000 {
+            policy.arrived(PageIndex(page), Arrival::New);
+        }
+        for page in [505, 508, 509, 511, 512] {
+            policy.arrived(PageIndex(page), Arrival::New);
+        }
+        let run = policy.choose(64, 8, &mut |page| page != PageIndex(508));
+        assert_eq!(
+            run,
+            Some(PageRun {
+                first: PageIndex(509),
+                count: 3
+            })
         );
     }
 
@@ -228,7 +263,7 @@ mod tests {
         policy.arrived(PageIndex(100), Arrival::New);
         policy.arrived(PageIndex(101), Arrival::New);
         assert_eq!(
-            policy.choose(64, &mut |_| true).map(|run| run.count),
+            policy.choose(64, 1, &mut |_| true).map(|run| run.count),
             Some(2)
         );
     }

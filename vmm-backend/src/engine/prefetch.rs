@@ -10,8 +10,8 @@
 //! The windows are the kernel's readahead's; streams that are told apart by where they are, and strides,
 //! are those of hardware prefetchers. Leap (Al Maruf and Chowdhury, ATC 2020) votes on strides over
 //! all faults instead, which interleaved streams of different strides defeat.
-
-use super::PageIndex;
+//!
+//! A page is the unit here, or as many as are moved together: a *step* either way.
 
 /// Streams followed at once: more than a guest's few busy threads have.
 const STREAMS: usize = 8;
@@ -37,10 +37,10 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The pages in the order in which they are expected to be needed.
-    pub(super) fn pages(self) -> impl Iterator<Item = PageIndex> {
-        let page = move |step: i64| u32::try_from(self.first + step * self.stride).ok();
-        (1..=i64::from(self.count)).map_while(page).map(PageIndex)
+    /// The steps in the order in which they are expected to be needed.
+    pub(super) fn steps(self) -> impl Iterator<Item = u32> {
+        let step = move |number: i64| u32::try_from(self.first + number * self.stride).ok();
+        (1..=i64::from(self.count)).map_while(step)
     }
 }
 
@@ -84,20 +84,21 @@ impl Prefetch {
     }
 
     /// Notes a store to a page that was there, write-protected: of a stream that only seemed to read.
-    pub(super) fn note_store(&mut self, page: PageIndex) {
-        let page = i64::from(page.0);
+    pub(super) fn note_store(&mut self, step: u32) {
+        let page = i64::from(step);
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.has(page)) {
             stream.stores = true;
         }
     }
 
     /// Notes a fault on a page that lies elsewhere; what to fetch after it, if anything.
-    pub(super) fn note(&mut self, page: PageIndex, store: bool) -> Option<Window> {
-        if self.most == 0 {
+    pub(super) fn note(&mut self, step: u32, store: bool) -> Option<Window> {
+        let page = i64::from(step);
+        // Where a stream is already, another page of the same step says nothing new.
+        if self.most == 0 || self.streams.iter().any(|stream| stream.is_at(page)) {
             return None;
         }
         self.faults += 1;
-        let page = i64::from(page.0);
         let found = self.streams.iter().position(|stream| stream.goes_on(page));
         let near = || self.streams.iter().position(|stream| stream.is_near(page));
         match found.or_else(near) {
@@ -177,8 +178,12 @@ impl Stream {
             && (0..=window).contains(&(distance / self.stride))
     }
 
+    fn is_at(&self, page: i64) -> bool {
+        self.used > 0 && page == self.last
+    }
+
     fn is_near(&self, page: i64) -> bool {
-        self.used > 0 && page != self.last && (page - self.last).abs() <= NEAR
+        self.used > 0 && (page - self.last).abs() <= NEAR
     }
 }
 
@@ -197,9 +202,9 @@ mod tests {
                 continue;
             }
             faults += 1;
-            if let Some(window) = prefetch.note(PageIndex(page), false) {
-                fetched += window.pages().count();
-                there.extend(window.pages().map(|page| page.0));
+            if let Some(window) = prefetch.note(page, false) {
+                fetched += window.steps().count();
+                there.extend(window.steps());
             }
         }
         (faults, fetched)
@@ -257,38 +262,34 @@ mod tests {
     #[test]
     fn pages_that_need_not_be_fetched_do_not_end_a_stream() {
         let mut prefetch = Prefetch::new(MOST);
-        assert_eq!(prefetch.note(PageIndex(10), false), None);
-        assert!(prefetch.note(PageIndex(11), false).is_some());
+        assert_eq!(prefetch.note(10, false), None);
+        assert!(prefetch.note(11, false).is_some());
         // 12 to 15 were fetched, 16 and 17 were there.
-        let window = prefetch
-            .note(PageIndex(18), false)
-            .expect("the stream goes on");
-        assert_eq!(window.pages().next(), Some(PageIndex(19)));
-        assert_eq!(window.pages().count(), 8);
+        let window = prefetch.note(18, false).expect("the stream goes on");
+        assert_eq!(window.steps().next(), Some(19));
+        assert_eq!(window.steps().count(), 8);
     }
 
     #[test]
     fn a_stream_that_stores_to_what_it_read_is_told_from_one_that_only_reads() {
         let mut prefetch = Prefetch::new(MOST);
-        assert_eq!(prefetch.note(PageIndex(10), false), None);
-        let first = prefetch.note(PageIndex(11), false).expect("in order");
+        assert_eq!(prefetch.note(10, false), None);
+        let first = prefetch.note(11, false).expect("in order");
         assert!(!first.stores);
-        prefetch.note_store(PageIndex(90));
-        let second = prefetch.note(PageIndex(16), false).expect("it goes on");
+        prefetch.note_store(90);
+        let second = prefetch.note(16, false).expect("it goes on");
         assert!(!second.stores, "that was another's");
-        prefetch.note_store(PageIndex(18));
-        let third = prefetch.note(PageIndex(25), false).expect("it goes on");
+        prefetch.note_store(18);
+        let third = prefetch.note(25, false).expect("it goes on");
         assert!(third.stores);
     }
 
     #[test]
     fn a_window_ends_at_the_first_page() {
         let mut prefetch = Prefetch::new(MOST);
-        assert_eq!(prefetch.note(PageIndex(3), false), None);
-        let window = prefetch
-            .note(PageIndex(2), false)
-            .expect("two side by side");
-        let pages: Vec<_> = window.pages().collect();
-        assert_eq!(pages, [PageIndex(1), PageIndex(0)]);
+        assert_eq!(prefetch.note(3, false), None);
+        let window = prefetch.note(2, false).expect("two side by side");
+        let pages: Vec<_> = window.steps().collect();
+        assert_eq!(pages, [1, 0]);
     }
 }

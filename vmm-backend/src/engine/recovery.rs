@@ -106,6 +106,7 @@ mod tests {
 
     use super::*;
     use crate::engine::budget::Budget;
+    use crate::engine::granule::Granule;
     use crate::engine::seal::PageKey;
     use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
     use crate::engine::staging::StagingPool;
@@ -141,6 +142,7 @@ mod tests {
             budget: Budget::new(8, PageSize::BASE),
             staging: StagingPool::new(0),
             slots,
+            granule: Granule::default(),
             key: PageKey::new(&[3; 32], Seal::On),
             lost_pages: LostPages::Stop,
             stats: Stats::new(),

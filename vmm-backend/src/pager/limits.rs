@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use outram_wire::granularity::{Granularity, GranularityError};
 use outram_wire::units::{Limit, PageSize, format_size};
 
 use super::{Course, Pager, lock};
@@ -225,6 +226,23 @@ impl Pager {
             tracing::warn!(%error, "a backend that takes over from this one would keep the former limit");
         }
         crash_points::pass(Point::TuneRecorded);
+        Ok(())
+    }
+
+    /// How much of the guest's memory is moved at a time.
+    pub fn granularity_bytes(&self) -> u64 {
+        u64::from(self.shared.granule.pages()) * self.shared.page_size.bytes()
+    }
+
+    /// Has so much of the guest's memory moved at a time, from now on.
+    pub fn set_granularity(&self, granularity: Granularity) -> Result<(), GranularityError> {
+        let pages = granularity.pages(self.shared.page_size)?;
+        // So that of two changes at once, the one that lasts is the one that is written last.
+        let _standing = lock(&self.standing);
+        self.shared.granule.set(pages);
+        if let Err(error) = self.records.write_granularity(granularity) {
+            tracing::warn!(%error, "a backend that takes over from this one would keep the former granularity");
+        }
         Ok(())
     }
 

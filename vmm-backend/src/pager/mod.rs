@@ -33,12 +33,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use outram_wire::granularity::{Granularity, GranularityError};
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
 use crate::crash_points::{self, Point};
 use crate::engine::PageRun;
+use crate::engine::granule::Granule;
 use crate::engine::policy::TwoQueues;
 use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
 use crate::engine::shard::Shard;
@@ -96,6 +98,8 @@ pub struct PagerConfig {
     pub seal: Seal,
     /// What becomes of it where it needs a page that is lost.
     pub lost_pages: LostPages,
+    /// How much of its memory is moved at a time.
+    pub granularity: Granularity,
     /// Bytes that the table of its far-memory disk may take in the state directory.
     pub disk_table_bytes: u64,
 }
@@ -112,6 +116,9 @@ pub enum PagerError {
     /// A memory server.
     #[error(transparent)]
     Remote(#[from] RemoteError),
+    /// What is to be moved at a time.
+    #[error(transparent)]
+    Granularity(#[from] GranularityError),
     /// No memory server is named.
     #[error(
         "no memory server is named: give --server HOST[:PORT] to 'outram attach', or 'servers' in /etc/outram/backend.toml"
@@ -233,6 +240,7 @@ impl PreparedPager {
         }
         let size = config.page_size;
         let sizes = limits::Sizes::new(config.limit, config.ram_bytes, size)?;
+        let granule = Granule::new(config.granularity.pages(size)?);
         let (sender, events) = unbounded();
         let sessions = start_sessions(remote, &config, sizes, &sender)?;
         check_slabs(&sessions, size)?;
@@ -254,12 +262,14 @@ impl PreparedPager {
             session: remote.secret,
         };
         state_dir.records().write_keys(&keys)?;
+        state_dir.records().write_granularity(config.granularity)?;
         let shared = Arc::new(Shared {
             page_size: size,
             table: PageTable::new(Box::new(table)),
             budget: budget::Budget::new(sizes.budget_pages, size),
             staging: staging::StagingPool::new(sizes.staging_pages),
             slots: slots::SlotPool::new(sessions.len()),
+            granule,
             key: PageKey::new(&secret, config.seal),
             lost_pages: config.lost_pages,
             stats: stats::Stats::new(),

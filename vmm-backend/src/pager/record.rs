@@ -6,6 +6,7 @@
 //! | `record` | the VMM, its userfaultfds, its RAM's places in the table, servers and settings |
 //! | `groups` | which slab each group of slots is |
 //! | `key` | what the pages' keys are made of, whether they are sealed, and the secret of the sessions with the servers |
+//! | `granularity` | how much of the guest's memory is moved at a time; page by page where it is not there |
 //! | `disk-key` | the key to the far-memory disk, as the domain's metadata has it |
 //!
 //! Each names its version. The version of the record and the VMM's process are read before all else
@@ -17,6 +18,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use outram_wire::granularity::Granularity;
 use outram_wire::seal::Seal;
 use outram_wire::server::SessionSecret;
 use outram_wire::units::{Limit, PageSize, VmId};
@@ -255,6 +257,14 @@ impl Records {
         self.write_json("groups", &groups)
     }
 
+    pub(super) fn granularity(&self) -> Result<Granularity, StateError> {
+        Ok(self.read("granularity")?.unwrap_or_default())
+    }
+
+    pub(super) fn write_granularity(&self, granularity: Granularity) -> Result<(), StateError> {
+        self.write_json("granularity", &granularity)
+    }
+
     pub(super) fn keys(&self) -> Result<Keys, StateError> {
         let path = self.dir.join("key");
         let read = fs::read(&path).map_err(|source| StateError::File { path, source })?;
@@ -394,6 +404,10 @@ mod tests {
             assert!(found.seal == seal && found.secret == keys.secret);
             assert!(found.session == keys.session);
         }
+        let large: Granularity = "64KiB".parse().expect("one");
+        assert_eq!(records.granularity().expect("none"), Granularity::default());
+        records.write_granularity(large).expect("room");
+        assert_eq!(records.granularity().expect("written"), large);
         let mode = std::os::unix::fs::PermissionsExt::mode(
             &fs::metadata(dir.path().join("key"))
                 .expect("there")

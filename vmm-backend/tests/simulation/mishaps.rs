@@ -23,13 +23,17 @@ const LIMIT_LEAST: u32 = 24;
 const STEPS_TO_REST_MOST: u64 = 100_000;
 
 impl Simulation {
-    /// The operator changes the limit; every shard is told.
+    /// The operator changes the limit, and what is moved together; every shard is told.
     fn tune(&mut self) {
         if !self.world.borrow().homing {
             let world = &mut *self.world.borrow_mut();
             let limit = world.random.between(LIMIT_LEAST, 150);
             let staging = world.random.between(6, STAGING_MOST);
             let kept = world.random.below(50);
+            let granule = match world.kind {
+                Memory::Hugetlbfs => 1,
+                _ => 1 << world.random.below(5),
+            };
             let shared = Arc::clone(&world.shared);
             world.limit = u64::from(limit);
             world.written = WrittenDown {
@@ -46,6 +50,7 @@ impl Simulation {
             shared.budget.set_limit(world.limit + beyond);
             shared.staging.set_capacity(staging);
             shared.slots.set_keep_allowance(kept);
+            shared.granule.set(granule);
             for slot in shared.staging.drain_retired() {
                 world.staging[slot.0 as usize] = None;
             }

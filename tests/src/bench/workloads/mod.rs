@@ -134,6 +134,12 @@ static CATALOGUE: &[Entry] = &[
         make: |parameters| Box::new(key_value::KeyValue::four_kib(parameters)),
     },
     Entry {
+        name: "kv-32k",
+        summary: "the same with values of 32 KiB, as memcached's in the thesis on remote swap; an \
+                  operation is a get or a set; honours compute",
+        make: |parameters| Box::new(key_value::KeyValue::thirty_two_kib(parameters)),
+    },
+    Entry {
         name: "quicksort",
         summary: "sorts random words in place; an operation is a word sorted",
         make: |parameters| Box::new(quicksort::Quicksort::new(parameters)),

@@ -13,8 +13,10 @@ impl<P: Ports> Shard<P> {
     /// Hands out runs while the guest is above its watermark.
     pub(super) fn schedule_runs(&mut self) {
         let run_pages = self.shared.page_size.pages_in(RUN_BYTES, 1) as u32;
+        let granule = self.shared.granule.pages();
         while self.runs_out.len() < RUNS_OUT_MOST && !self.ending {
             let share = self.share_of_shortage().min(run_pages);
+            let share = share.next_multiple_of(granule);
             let most = share.min(self.free_staging(share));
             if most == 0 || !self.hand_out_run(most) {
                 break;
@@ -63,7 +65,8 @@ impl<P: Ports> Shard<P> {
             unplugging,
             ..
         } = self;
-        let chosen = policy.choose(most, &mut |page| {
+        let granule = shared.granule.pages();
+        let chosen = policy.choose(most, granule, &mut |page| {
             shared.table.state(page) == State::Resident
                 && !pins.contains_key(&page)
                 && !pending.contains_key(&page)

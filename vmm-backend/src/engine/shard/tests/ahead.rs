@@ -154,3 +154,57 @@ fn lost_on_its_way_it_is_lost_for_who_asks_later() {
     bench.fault(24, READ);
     assert_eq!(bench.shard.lost_waiters(), 3);
 }
+
+/// Pages 16 to 39 lie on the server but for 19, and eight are moved together.
+fn in_blocks() -> Bench {
+    let mut bench = Bench::new();
+    bench.shared.granule.set(8);
+    for page in (16..40).filter(|page| *page != 19) {
+        bench.store_remotely(page, page as u8);
+    }
+    bench
+}
+
+#[test]
+fn what_is_moved_together_is_fetched_together() {
+    let mut bench = in_blocks();
+    bench.fault(21, READ);
+    let others = [16, 17, 18, 20, 22, 23].map(|page| (page, true));
+    assert_eq!(
+        asked(&mut bench)[0],
+        (21, false),
+        "what is waited for first"
+    );
+    assert_eq!(asked(&mut bench)[1..], others);
+    for page in [21, 16, 17, 18, 20, 22, 23] {
+        bench.answer(page);
+        assert_eq!(bench.read(page.into()), Some(bytes(page)));
+    }
+    assert_eq!(bench.state(19), State::Absent);
+    // Neighbouring blocks are a guest that goes in order, as neighbouring pages are.
+    bench.fault(24, READ);
+    assert_eq!(asked(&mut bench).len(), 8 + 8);
+    assert!(asked(&mut bench)[8..].iter().all(|(page, _)| *page >= 32));
+}
+
+#[test]
+fn what_is_moved_together_may_change_at_any_time() {
+    let mut bench = in_blocks();
+    bench.fault(21, READ);
+    bench.shared.granule.set(2);
+    bench.fault(24, READ);
+    assert_eq!(asked(&mut bench)[7..], [(24, false), (25, true)]);
+    bench.shared.granule.set(1);
+    bench.fault(39, READ);
+    assert_eq!(asked(&mut bench)[9..], [(39, false)]);
+}
+
+#[test]
+fn without_room_to_spare_a_page_comes_without_those_moved_with_it() {
+    let mut bench = in_blocks();
+    bench.shared.budget.set_limit(3);
+    bench.fault(21, READ);
+    assert_eq!(asked(&mut bench), [(21, false), (16, true)]);
+    bench.fault(22, READ);
+    assert_eq!(asked(&mut bench)[2..], [(22, false)]);
+}

@@ -205,7 +205,7 @@ fn a_queue_of_pages_that_come_and_go_does_not_grow() {
     }
     policy.arrived(PageIndex(4), Arrival::New);
     let mut looks = 0;
-    let chosen = policy.choose(1, &mut |_| {
+    let chosen = policy.choose(1, 1, &mut |_| {
         looks += 1;
         true
     });
