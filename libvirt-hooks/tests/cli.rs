@@ -165,6 +165,7 @@ fn busy() -> Status {
             id: DiskId(vm().0),
             size_bytes: 8 << 30,
             state: DiskState::Open,
+            connected: Some(true),
             detail: None,
             stored_bytes: 300 << 20,
             leased_slabs: 5,

@@ -325,6 +325,9 @@ pub struct DiskStatus {
     pub size_bytes: u64,
     /// How far it is of use.
     pub state: DiskState,
+    /// Whether QEMU speaks to it; earlier backends do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connected: Option<bool>,
     /// In words, where something is wrong.
     pub detail: Option<String>,
     /// Bytes of blocks that are written.

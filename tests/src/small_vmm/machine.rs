@@ -23,12 +23,13 @@
 //! | `overrun` | `queue` `by` | offers more than there is; whether it was reported `broken` |
 //! | `disk-load` | `queue` `first` `blocks` `page` `depth` `seconds` `seed` | requests of all sorts at a time: `mismatches` `errors` |
 //!
-//! By the main thread: `connect`, `disconnect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-again`
+//! By the main thread: `connect`, `connect-silently` (says nothing there), `disconnect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-again`
 //! (tells every started queue to a new connection, as it is), `disk-stop` (`queue`), `plug` (`bytes`), `log-start` (`bytes`: of the log of pages that the device writes, large
 //! enough unless said), `log-take` (answers `pages`), `log-stop`, `bombard` (`count`: signals to every vCPU), `info`, `exit`, `abort`.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
+use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
@@ -92,6 +93,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     } else {
         tell(&json!({"event": "started"}), Ok(json!({})));
     }
+    // Kept open.
+    let mut silent = None;
     for line in std::io::stdin().lock().lines() {
         let command: Value = match serde_json::from_str(&line?) {
             Ok(command) => command,
@@ -109,10 +112,18 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
                     number(&command, "count").and_then(|count| signals::bombard(threads, count));
                 tell(&command, result);
             }
+            Some("connect-silently") => {
+                front_end = None;
+                let path = arguments.socket.as_deref().context("there is no socket");
+                let connected = path.and_then(|path| Ok(UnixStream::connect(path)?));
+                let result = connected.map(|stream| silent = Some(stream));
+                tell(&command, result.map(|_| json!({})));
+            }
             Some(
                 action @ ("connect" | "disconnect" | "disk-start" | "disk-again" | "disk-stop"
                 | "plug" | "unplug" | "info" | "log-start" | "log-take" | "log-stop"),
             ) => {
+                silent = None;
                 let path = arguments.socket.as_deref();
                 let result = obey_on_main(action, &command, &board, &mut front_end, path);
                 tell(&command, result);

@@ -107,6 +107,10 @@ fn file_system(lab: &Lab) -> Result<()> {
                 std::thread::sleep(Duration::from_millis(400 + 170 * round));
                 end(now.backend_pid)?;
                 now = wait_for_another(&guest, &now)?;
+                // QEMU before 9.1 loses the disk for good where its backend dies amid its first words.
+                guest.wait_status("QEMU to be back at the disk", SHORT, |status| {
+                    status.disk.as_ref().and_then(|disk| disk.connected) == Some(true)
+                })?;
             }
             let report = console.expect(&["FS"], VERY_LONG)?;
             if work == "fs-verify" {

@@ -1,13 +1,15 @@
 //! The device over a paged guest: its rings and buffers lie in evicted pages.
 
 use anyhow::{Context, Result, ensure};
+use outram_wire::control::{Phase, Status};
 use serde_json::{Value, json};
 
-use crate::fixture::{Guest, Lab, PAGE};
+use crate::fixture::{Guest, Lab, PAGE, Wish};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("rings_and_buffers_in_evicted_pages", evicted),
     ("broken_requests_in_evicted_pages", broken),
+    ("a_disk_that_qemu_is_silent_about", silent),
 ];
 
 /// virtio-blk's request types and status bytes.
@@ -209,5 +211,39 @@ fn broken(lab: &Lab) -> Result<()> {
     );
     guest.verify(MEMORY, PAGES)?;
     guest.verify(BUFFERS + 10, 500)?;
+    guest.end(&[&server])
+}
+
+/// As QEMU before 9.1 is, where a backend died while it connected again.
+fn silent(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let wish = Wish {
+        servers: &[&server.address],
+        disk_mib: Some(8),
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    let connected = |status: &Status| status.disk.as_ref().and_then(|disk| disk.connected);
+    guest.wait_status("the disk's connection", |status| {
+        connected(status) == Some(true)
+    })?;
+    guest.vmm.command(json!({"do": "connect-silently"}))?;
+    let status = guest.wait_status("its silence to be told", |status| {
+        let disk = status.disk.as_ref();
+        disk.is_some_and(|disk| disk.detail.is_some())
+    })?;
+    let detail = status.disk.as_ref().and_then(|disk| disk.detail.clone());
+    ensure!(
+        detail.is_some_and(|detail| detail.contains("says nothing")),
+        "{status:?}"
+    );
+    ensure!(connected(&status) == Some(false) && status.phase == Phase::Serving);
+    guest.fill(0, 6000)?;
+    guest.verify(0, 6000)?;
+    guest.connect()?;
+    let status = guest.wait_status("the disk's connection", |status| {
+        connected(status) == Some(true)
+    })?;
+    ensure!(status.disk.is_some_and(|disk| disk.detail.is_none()));
     guest.end(&[&server])
 }

@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use outram_wire::causes::with_causes;
-use outram_wire::control::Counters;
+use outram_wire::control::{Counters, DiskStatus};
 use outram_wire::lost_pages::LostPages;
 
 use super::config::Config;
 use super::stage::{Daemon, Stage};
 use super::termination::Terminations;
 use crate::crash_points::{self, Point};
-use crate::device::{self, Device, DeviceConfig};
+use crate::device::{self, Device, DeviceConfig, DeviceError};
 use crate::far_disk::FarDisk;
 use crate::handover::{self, Options, Vmm, Way, discover};
 use crate::pager::{Course, HomingError, Orphan, Pager};
@@ -51,10 +51,27 @@ pub(super) struct Guest {
     userfaultfds: Vec<RawFd>,
     /// When QEMU had let go of the disk; `None` while it has not.
     disconnected: Mutex<Option<Instant>>,
+    disk_link: Mutex<DiskLink>,
     let_go: AtomicBool,
     terminations: Option<Terminations>,
     stuck: Mutex<Option<Stuck>>,
 }
+
+/// What QEMU does on the disk's connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DiskLink {
+    /// There is none.
+    Absent,
+    /// It has said nothing for longer than it takes.
+    Silent,
+    /// It has spoken.
+    Speaking,
+}
+
+/// What is told of a disk whose QEMU has connected and says nothing.
+const SILENT_DISK: &str = "QEMU has connected and says nothing: up to version 9.0 it loses a disk whose backend dies \
+     while it connects again, and the guest's requests wait for good. Its memory is served. To bring the disk \
+     back, shut the guest down (or destroy it) and start it";
 
 /// A QEMU that was told to terminate while the guest waits for a page.
 struct Stuck {
@@ -80,6 +97,7 @@ impl Guest {
             device,
             userfaultfds,
             disconnected: Mutex::new(None),
+            disk_link: Mutex::new(DiskLink::Absent),
             let_go: AtomicBool::new(false),
             stuck: Mutex::new(None),
         }
@@ -134,6 +152,25 @@ impl Guest {
     /// Whether the backend may end at once where it is asked to.
     pub(super) fn may_be_left(&self) -> bool {
         self.pager.course() == Course::Released && lock(&self.disconnected).is_some()
+    }
+
+    /// Adds to a disk's status what is known of QEMU's end of it.
+    pub(super) fn tell_disk_link(&self, status: &mut DiskStatus) {
+        let link = *lock(&self.disk_link);
+        status.connected = Some(link == DiskLink::Speaking);
+        if link == DiskLink::Silent && status.detail.is_none() {
+            status.detail = Some(SILENT_DISK.to_owned());
+        }
+    }
+
+    /// Waits until QEMU says something, or goes.
+    fn wait_for_word(&self, stream: &UnixStream) {
+        while let Err(DeviceError::Silent(_)) = device::wait_first_message(stream, FIRST_MESSAGE) {
+            let before = std::mem::replace(&mut *lock(&self.disk_link), DiskLink::Silent);
+            if before != DiskLink::Silent {
+                tracing::warn!("the disk: {SILENT_DISK}");
+            }
+        }
     }
 
     fn note_connection(&self, stands: bool) {
@@ -377,7 +414,10 @@ fn serve_disk(guest: &Guest, stream: UnixStream) -> anyhow::Result<()> {
         );
     }
     guest.note_connection(true);
+    guest.wait_for_word(&stream);
+    *lock(&guest.disk_link) = DiskLink::Speaking;
     let served = guest.device.serve(stream);
+    *lock(&guest.disk_link) = DiskLink::Absent;
     guest.note_connection(false);
     served.context("the vhost-user connection ended")?;
     tracing::info!("QEMU disconnected the disk");

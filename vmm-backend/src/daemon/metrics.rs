@@ -540,6 +540,7 @@ mod tests {
                 id: Default::default(),
                 size_bytes: 8 << 30,
                 state: DiskState::Open,
+                connected: Some(true),
                 detail: None,
                 stored_bytes: 4096,
                 leased_slabs: 1,

@@ -208,7 +208,13 @@ impl Daemon {
                 .map(|guest| guest.pager.latencies())
                 .unwrap_or_default(),
             servers,
-            disk: self.disk.as_ref().map(|disk| disk.status()),
+            disk: self.disk.as_ref().map(|disk| {
+                let mut status = disk.status();
+                if let Some(guest) = guest {
+                    guest.tell_disk_link(&mut status);
+                }
+                status
+            }),
         }
     }
 }

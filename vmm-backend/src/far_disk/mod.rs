@@ -308,6 +308,7 @@ impl FarDisk {
             id: self.identity.disk,
             size_bytes: self.config.size_bytes,
             state: DiskState::Parked,
+            connected: None,
             detail: None,
             stored_bytes: 0,
             leased_slabs: 0,
