@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
+use outram_wire::control::Status;
 use outram_wire::granularity::Granularity;
 use outram_wire::units::{Limit, LocalRatio};
 
@@ -48,7 +49,7 @@ impl TuneArguments {
         let guest = find_guest(&self.domain, uri, paths)?;
         let running = guest.control.status();
         match &running {
-            Ok(_) => self.tune(&guest)?,
+            Ok(status) => self.tune(&guest, status)?,
             Err(_) if self.persist && !domain_runs(&guest, uri)? => {
                 println!(
                     "Domain '{}' is not running: only its settings are changed",
@@ -67,7 +68,14 @@ impl TuneArguments {
         Ok(true)
     }
 
-    fn tune(&self, guest: &Guest) -> Result<()> {
+    fn tune(&self, guest: &Guest, status: &Status) -> Result<()> {
+        if self.granularity.is_some() && status.granularity_bytes.is_none() {
+            bail!(
+                "the backend of domain '{0}' is of version {1}, which knows no granularity: 'outram restart {0}' replaces it by the one that is installed",
+                guest.name,
+                status.backend_version
+            );
+        }
         // What servers may have no room for goes first.
         if let Some(limit) = self.limit() {
             guest.control.tune(limit)?;
