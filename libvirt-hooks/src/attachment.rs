@@ -97,6 +97,34 @@ impl DiskRequest {
     }
 }
 
+impl AttachRequest {
+    /// The settings of a domain that has these before, if it is attached.
+    fn applied(&self, before: Option<&MemorySettings>) -> MemorySettings {
+        let servers = match before {
+            Some(before) if self.servers.is_empty() => &before.servers,
+            _ => &self.servers,
+        };
+        MemorySettings {
+            limit: self.limit,
+            servers: servers.clone(),
+            seal: self
+                .seal
+                .or(before.map(|before| before.seal))
+                .unwrap_or_default(),
+            lost_pages: self
+                .lost_pages
+                .or(before.map(|before| before.lost_pages))
+                .unwrap_or_default(),
+            granularity: self
+                .granularity
+                .or(before.map(|before| before.granularity))
+                .unwrap_or_default(),
+            disk: self.disk.applied(before.and_then(|before| before.disk)),
+            added: before.map_or_else(Vec::new, |before| before.added.clone()),
+        }
+    }
+}
+
 /// Adds memory backing, disk and settings where they are missing, and updates what is there.
 pub fn attach(
     domain: &mut DomainXml,
@@ -104,32 +132,7 @@ pub fn attach(
     request: &AttachRequest,
 ) -> Result<Vec<Change>, AttachmentError> {
     let before = metadata::read(domain)?;
-    let mut settings = MemorySettings {
-        limit: request.limit,
-        servers: request.servers.clone(),
-        seal: request
-            .seal
-            .or(before.as_ref().map(|before| before.seal))
-            .unwrap_or_default(),
-        lost_pages: request
-            .lost_pages
-            .or(before.as_ref().map(|before| before.lost_pages))
-            .unwrap_or_default(),
-        granularity: request
-            .granularity
-            .or(before.as_ref().map(|before| before.granularity))
-            .unwrap_or_default(),
-        disk: request
-            .disk
-            .applied(before.as_ref().and_then(|before| before.disk)),
-        added: Vec::new(),
-    };
-    if let Some(before) = &before {
-        settings.added.clone_from(&before.added);
-        if settings.servers.is_empty() {
-            settings.servers.clone_from(&before.servers);
-        }
-    }
+    let mut settings = request.applied(before.as_ref());
     let mut changes = Vec::new();
     share_memory(domain, &mut settings.added, &mut changes)?;
     put_disk(domain, run_dir, &mut changes)?;
@@ -153,15 +156,7 @@ pub fn attach_running(
     run_dir: &Path,
     request: &AttachRequest,
 ) -> Result<RunningAttachment, AttachmentError> {
-    let mut settings = MemorySettings {
-        limit: request.limit,
-        servers: request.servers.clone(),
-        seal: request.seal.unwrap_or_default(),
-        lost_pages: request.lost_pages.unwrap_or_default(),
-        granularity: request.granularity.unwrap_or_default(),
-        disk: request.disk.applied(None),
-        added: Vec::new(),
-    };
+    let mut settings = request.applied(None);
     let mut changes = Vec::new();
     put_disk(domain, run_dir, &mut changes)?;
     write_settings(domain, None, &mut settings, &mut changes)?;

@@ -105,9 +105,9 @@ pub enum Command {
     Completions(completion::CompletionsArguments),
 }
 
-/// How much of the host's memory a guest may use: exactly one of the two.
+/// How much of the host's memory a guest may use: one of the two at most.
 #[derive(Clone, Debug, Args)]
-#[group(required = true, multiple = false)]
+#[group(multiple = false)]
 pub struct LimitArguments {
     /// Share of the guest's RAM that may lie on this host: above 0, at most 1
     #[arg(long, value_name = "RATIO", value_parser = LocalRatio::from_str)]
@@ -129,12 +129,10 @@ fn parse_local(text: &str) -> Result<u64, String> {
 }
 
 impl LimitArguments {
-    /// The limit given.
-    pub fn limit(&self) -> Limit {
-        match (self.local_ratio, self.local) {
-            (Some(ratio), _) => Limit::LocalRatio(ratio),
-            (None, bytes) => Limit::LocalBytes(bytes.unwrap_or_default()),
-        }
+    /// The limit, where one is given.
+    pub fn limit(&self) -> Option<Limit> {
+        let ratio = self.local_ratio.map(Limit::LocalRatio);
+        ratio.or(self.local.map(Limit::LocalBytes))
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
@@ -60,6 +60,7 @@ pub(super) fn list(refusals: &[Refusal]) -> String {
 
 /// The arguments of `outram attach`.
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("amount").required(true).args(["local_ratio", "local"]))]
 pub struct AttachArguments {
     /// Name or UUID of the domain
     #[arg(add = domain_names())]
@@ -156,7 +157,7 @@ impl AttachArguments {
         let name = found.name()?;
         let affects = self.affect.of(&name, found.is_active()?)?;
         let request = AttachRequest {
-            limit: self.limit.limit(),
+            limit: self.limit.limit().context("no limit is given")?,
             servers: self.server.clone(),
             seal: self.seal,
             lost_pages: self.lost_pages,

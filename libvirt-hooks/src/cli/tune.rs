@@ -1,15 +1,12 @@
 //! `outram tune`: a new limit or granularity for a running domain, for its definition, or both.
 
-use std::str::FromStr;
-
 use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use outram_wire::control::Status;
 use outram_wire::granularity::Granularity;
-use outram_wire::units::{Limit, LocalRatio};
 
+use super::LimitArguments;
 use super::completion::domain_names;
-use super::parse_local;
 use super::report::{Guest, find_guest};
 use crate::domain_xml::DomainXml;
 use crate::host::Paths;
@@ -23,12 +20,8 @@ pub struct TuneArguments {
     /// Name or UUID of the domain
     #[arg(add = domain_names())]
     domain: String,
-    /// Share of the guest's RAM that may lie on this host: above 0, at most 1
-    #[arg(long, value_name = "RATIO", value_parser = LocalRatio::from_str, conflicts_with = "local")]
-    local_ratio: Option<LocalRatio>,
-    /// Size that may lie on this host, such as 512MiB or 2G
-    #[arg(long, value_name = "SIZE", value_parser = parse_local)]
-    local: Option<u64>,
+    #[command(flatten)]
+    limit: LimitArguments,
     /// How much of the guest's memory is fetched and evicted together: a power of two from 4KiB (page by
     /// page) to 256KiB
     #[arg(long, value_name = "SIZE")]
@@ -39,11 +32,6 @@ pub struct TuneArguments {
 }
 
 impl TuneArguments {
-    fn limit(&self) -> Option<Limit> {
-        let ratio = self.local_ratio.map(Limit::LocalRatio);
-        ratio.or(self.local.map(Limit::LocalBytes))
-    }
-
     /// Sets what is asked for.
     pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
         let guest = find_guest(&self.domain, uri, paths)?;
@@ -77,7 +65,7 @@ impl TuneArguments {
             );
         }
         // What servers may have no room for goes first.
-        if let Some(limit) = self.limit() {
+        if let Some(limit) = self.limit.limit() {
             guest.control.tune(limit)?;
             println!("Domain '{}' now has the limit: {limit}", guest.name);
         }
@@ -95,7 +83,7 @@ impl TuneArguments {
         let domain = Libvirt::connect(uri)?.domain(&guest.vm.to_string())?;
         let settings = settings_of(&domain)?;
         let settings = MemorySettings {
-            limit: self.limit().unwrap_or(settings.limit),
+            limit: self.limit.limit().unwrap_or(settings.limit),
             granularity: self.granularity.unwrap_or(settings.granularity),
             ..settings
         };

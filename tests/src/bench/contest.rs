@@ -89,17 +89,17 @@ impl<'a> Contest<'a> {
             self.run_baseline(memory, &task, mib << 20, 1.0, name)?;
         }
         for &local in &local_ratios {
-            let run = self.run_outram(&task, mib, local, Granularity::default());
-            let run = run.with_context(|| format!("Outram at a local ratio of {local}"))?;
-            self.note(OUTRAM, name, mib << 20, local, run)?;
+            let mut ours = vec![(OUTRAM.to_owned(), Granularity::default())];
             if local < 1.0 {
-                for granularity in self.session.settings.granularities.clone() {
-                    let memory = format!("{OUTRAM} by {granularity}");
-                    let run = self.run_outram(&task, mib, local, granularity);
-                    let run =
-                        run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
-                    self.note(&memory, name, mib << 20, local, run)?;
-                }
+                let others = self.session.settings.granularities.iter();
+                ours.extend(others.map(|other| (format!("{OUTRAM} by {other}"), *other)));
+            }
+            for (memory, granularity) in ours {
+                let run = self.run_outram(&task, mib, local, granularity);
+                let run = run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
+                self.note(&memory, name, mib << 20, local, run)?;
+            }
+            if local < 1.0 {
                 for memory in self.session.settings.baselines.clone() {
                     self.run_baseline(&memory, &task, mib << 20, local, name)?;
                 }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use outram_wire::granularity::Granularity;
 
 use super::contest::Contest;
 use super::floors::{self, Waiting};
@@ -18,8 +19,6 @@ use super::results::{FORMAT, Results};
 use super::statistics::{Distribution, Latencies};
 use super::swap::Reserved;
 use crate::hermetic::server::MemServer;
-use outram_wire::granularity::Granularity;
-
 use crate::small_lab::{Guest, Lab, Wish};
 
 /// What is to be measured.

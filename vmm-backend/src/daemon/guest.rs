@@ -49,8 +49,6 @@ pub(super) struct Guest {
     pub(super) device: Device,
     /// The userfaultfds' numbers in QEMU.
     userfaultfds: Vec<RawFd>,
-    /// When QEMU had let go of the disk; `None` while it has not.
-    disconnected: Mutex<Option<Instant>>,
     disk_link: Mutex<DiskLink>,
     let_go: AtomicBool,
     terminations: Option<Terminations>,
@@ -60,8 +58,10 @@ pub(super) struct Guest {
 /// What QEMU does on the disk's connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DiskLink {
-    /// There is none.
-    Absent,
+    /// It has let go of the disk.
+    Gone(Instant),
+    /// It has said nothing yet, or is about to connect.
+    New,
     /// It has said nothing for longer than it takes.
     Silent,
     /// It has spoken.
@@ -96,8 +96,7 @@ impl Guest {
             pager,
             device,
             userfaultfds,
-            disconnected: Mutex::new(None),
-            disk_link: Mutex::new(DiskLink::Absent),
+            disk_link: Mutex::new(DiskLink::New),
             let_go: AtomicBool::new(false),
             stuck: Mutex::new(None),
         }
@@ -144,14 +143,15 @@ impl Guest {
 
     /// Whether nothing is left to do for the guest: its memory is released and its disk dropped.
     pub(super) fn is_detached(&self) -> bool {
-        let disconnected = *lock(&self.disconnected);
+        let link = *lock(&self.disk_link);
         self.pager.course() == Course::Released
-            && disconnected.is_some_and(|since| since.elapsed() > DROPPED_AFTER)
+            && matches!(link, DiskLink::Gone(since) if since.elapsed() > DROPPED_AFTER)
     }
 
     /// Whether the backend may end at once where it is asked to.
     pub(super) fn may_be_left(&self) -> bool {
-        self.pager.course() == Course::Released && lock(&self.disconnected).is_some()
+        let link = *lock(&self.disk_link);
+        self.pager.course() == Course::Released && matches!(link, DiskLink::Gone(_))
     }
 
     /// Adds to a disk's status what is known of QEMU's end of it.
@@ -166,15 +166,15 @@ impl Guest {
     /// Waits until QEMU says something, or goes.
     fn wait_for_word(&self, stream: &UnixStream) {
         while let Err(DeviceError::Silent(_)) = device::wait_first_message(stream, FIRST_MESSAGE) {
-            let before = std::mem::replace(&mut *lock(&self.disk_link), DiskLink::Silent);
-            if before != DiskLink::Silent {
+            if self.note_link(DiskLink::Silent) != DiskLink::Silent {
                 tracing::warn!("the disk: {SILENT_DISK}");
             }
         }
     }
 
-    fn note_connection(&self, stands: bool) {
-        *lock(&self.disconnected) = (!stands).then(Instant::now);
+    /// What it was before.
+    fn note_link(&self, link: DiskLink) -> DiskLink {
+        std::mem::replace(&mut *lock(&self.disk_link), link)
     }
 }
 
@@ -413,12 +413,11 @@ fn serve_disk(guest: &Guest, stream: UnixStream) -> anyhow::Result<()> {
             guest.vmm.pid
         );
     }
-    guest.note_connection(true);
+    guest.note_link(DiskLink::New);
     guest.wait_for_word(&stream);
-    *lock(&guest.disk_link) = DiskLink::Speaking;
+    guest.note_link(DiskLink::Speaking);
     let served = guest.device.serve(stream);
-    *lock(&guest.disk_link) = DiskLink::Absent;
-    guest.note_connection(false);
+    guest.note_link(DiskLink::Gone(Instant::now()));
     served.context("the vhost-user connection ended")?;
     tracing::info!("QEMU disconnected the disk");
     Ok(())

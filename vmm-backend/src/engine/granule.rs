@@ -11,8 +11,9 @@ pub struct Granule(AtomicU32);
 impl Granule {
     /// A granule of `pages` pages, a power of two.
     pub fn new(pages: u32) -> Self {
-        assert!(pages.is_power_of_two(), "a granule of {pages} pages");
-        Self(pages.into())
+        let granule = Self::default();
+        granule.set(pages);
+        granule
     }
 
     /// Changes it to `pages` pages, a power of two.
@@ -29,7 +30,7 @@ impl Granule {
 
 impl Default for Granule {
     fn default() -> Self {
-        Self::new(1)
+        Self(AtomicU32::new(1))
     }
 }
 

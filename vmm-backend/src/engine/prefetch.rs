@@ -11,7 +11,10 @@
 //! are those of hardware prefetchers. Leap (Al Maruf and Chowdhury, ATC 2020) votes on strides over
 //! all faults instead, which interleaved streams of different strides defeat.
 //!
-//! A page is the unit here, or as many as are moved together: a *step* either way.
+//! Where several pages are moved together, these blocks are what is counted in here, in place of pages.
+
+use super::PageIndex;
+use super::granule::block_of;
 
 /// Streams followed at once: more than a guest's few busy threads have.
 const STREAMS: usize = 8;
@@ -32,15 +35,21 @@ pub(super) struct Window {
     first: i64,
     stride: i64,
     count: u32,
+    /// Pages of a block, in which all of these count.
+    granule: u32,
     /// Whether the guest stores to pages of this stream.
     pub(super) stores: bool,
 }
 
 impl Window {
-    /// The steps in the order in which they are expected to be needed.
-    pub(super) fn steps(self) -> impl Iterator<Item = u32> {
-        let step = move |number: i64| u32::try_from(self.first + number * self.stride).ok();
-        (1..=i64::from(self.count)).map_while(step)
+    /// The pages in the order in which they are expected to be needed.
+    pub(super) fn pages(self) -> impl Iterator<Item = PageIndex> {
+        let block = move |step: i64| {
+            let number = u32::try_from(self.first + step * self.stride).ok()?;
+            let first = PageIndex(number.checked_mul(self.granule)?);
+            Some(block_of(first, self.granule).pages())
+        };
+        (1..=i64::from(self.count)).map_while(block).flatten()
     }
 }
 
@@ -68,34 +77,53 @@ pub(super) struct Prefetch {
     faults: u64,
     /// Windows that were wrong lately, beyond those that were right.
     doubt: u32,
-    /// Most pages of a window; 0 fetches nothing ahead.
-    most: u32,
+    /// Most pages of a window; less than a block fetches nothing ahead.
+    most_pages: u32,
+    /// Pages of a block.
+    granule: u32,
 }
 
 impl Prefetch {
-    /// No stream yet; at most `most` pages ahead of one.
-    pub(super) fn new(most: u32) -> Self {
+    /// No stream yet; at most `most_pages` ahead of one, where `granule` pages are moved together.
+    pub(super) fn new(most_pages: u32, granule: u32) -> Self {
         Self {
             streams: Default::default(),
             faults: 0,
             doubt: 0,
-            most,
+            most_pages,
+            granule,
         }
     }
 
+    /// Begins anew where another number of pages is moved together.
+    pub(super) fn follow(&mut self, granule: u32) {
+        if granule != self.granule {
+            *self = Self::new(self.most_pages, granule);
+        }
+    }
+
+    /// Most blocks of a window.
+    fn most(&self) -> u32 {
+        self.most_pages / self.granule
+    }
+
+    fn block_number(&self, page: PageIndex) -> i64 {
+        i64::from(page.0 / self.granule)
+    }
+
     /// Notes a store to a page that was there, write-protected: of a stream that only seemed to read.
-    pub(super) fn note_store(&mut self, step: u32) {
-        let page = i64::from(step);
+    pub(super) fn note_store(&mut self, page: PageIndex) {
+        let page = self.block_number(page);
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.has(page)) {
             stream.stores = true;
         }
     }
 
     /// Notes a fault on a page that lies elsewhere; what to fetch after it, if anything.
-    pub(super) fn note(&mut self, step: u32, store: bool) -> Option<Window> {
-        let page = i64::from(step);
-        // Where a stream is already, another page of the same step says nothing new.
-        if self.most == 0 || self.streams.iter().any(|stream| stream.is_at(page)) {
+    pub(super) fn note(&mut self, page: PageIndex, store: bool) -> Option<Window> {
+        let page = self.block_number(page);
+        // Where a stream is already, another page of the same block says nothing new.
+        if self.most() == 0 || self.streams.iter().any(|stream| stream.is_at(page)) {
             return None;
         }
         self.faults += 1;
@@ -124,7 +152,7 @@ impl Prefetch {
     }
 
     fn go_on(&mut self, number: usize, page: i64, store: bool) -> Option<Window> {
-        let (most, doubt) = (self.most, self.doubt);
+        let (most, doubt) = (self.most(), self.doubt);
         let stream = &mut self.streams[number];
         stream.used = self.faults;
         stream.stores |= store;
@@ -152,6 +180,7 @@ impl Prefetch {
             first: page,
             stride,
             count,
+            granule: self.granule,
             stores,
         })
     }
@@ -202,9 +231,9 @@ mod tests {
                 continue;
             }
             faults += 1;
-            if let Some(window) = prefetch.note(page, false) {
-                fetched += window.steps().count();
-                there.extend(window.steps());
+            if let Some(window) = prefetch.note(PageIndex(page), false) {
+                fetched += window.pages().count();
+                there.extend(window.pages().map(|page| page.0));
             }
         }
         (faults, fetched)
@@ -212,17 +241,17 @@ mod tests {
 
     #[test]
     fn memory_read_in_order_is_faulted_on_once_a_window() {
-        let (faults, fetched) = walk(&mut Prefetch::new(MOST), 100..10_100);
+        let (faults, fetched) = walk(&mut Prefetch::new(MOST, 1), 100..10_100);
         assert!(faults < 10_000 / 60 + 10, "{faults} faults");
         assert!(fetched <= 10_000 + MOST as usize, "{fetched} fetched");
     }
 
     #[test]
     fn memory_read_backwards_and_in_strides_is_fetched_ahead_too() {
-        let (faults, _) = walk(&mut Prefetch::new(MOST), (0..10_000).rev());
+        let (faults, _) = walk(&mut Prefetch::new(MOST, 1), (0..10_000).rev());
         assert!(faults < 10_000 / 60 + 10, "{faults} faults backwards");
         let strides = (0..10_000).map(|step| step * 7);
-        let (faults, fetched) = walk(&mut Prefetch::new(MOST), strides);
+        let (faults, fetched) = walk(&mut Prefetch::new(MOST, 1), strides);
         assert!(faults < 10_000 / 60 + 10, "{faults} faults in strides");
         assert!(fetched <= 10_000 + MOST as usize, "{fetched} fetched");
     }
@@ -231,7 +260,7 @@ mod tests {
     fn streams_that_alternate_are_told_apart() {
         let starts = [0, 100_000, 200_000, 300_000];
         let mixed = (0..2_000).flat_map(|step| starts.map(|start| start + step));
-        let (faults, _) = walk(&mut Prefetch::new(MOST), mixed);
+        let (faults, _) = walk(&mut Prefetch::new(MOST, 1), mixed);
         assert!(faults < 4 * (2_000 / 60 + 10), "{faults} faults");
     }
 
@@ -242,7 +271,7 @@ mod tests {
             random = random.wrapping_mul(6364136223846793005).wrapping_add(1);
             (random >> 33) as u32 % 100_000
         });
-        let (faults, fetched) = walk(&mut Prefetch::new(MOST), pages.take(20_000));
+        let (faults, fetched) = walk(&mut Prefetch::new(MOST, 1), pages.take(20_000));
         assert!(fetched * 50 < faults, "{fetched} pages for {faults} faults");
     }
 
@@ -255,41 +284,45 @@ mod tests {
             let page = (random >> 33) as u32 % 1_000_000;
             [page, page + 1]
         });
-        let (faults, fetched) = walk(&mut Prefetch::new(MOST), pairs);
+        let (faults, fetched) = walk(&mut Prefetch::new(MOST, 1), pairs);
         assert!(fetched * 20 < faults, "{fetched} pages for {faults} faults");
     }
 
     #[test]
     fn pages_that_need_not_be_fetched_do_not_end_a_stream() {
-        let mut prefetch = Prefetch::new(MOST);
-        assert_eq!(prefetch.note(10, false), None);
-        assert!(prefetch.note(11, false).is_some());
+        let mut prefetch = Prefetch::new(MOST, 1);
+        assert_eq!(prefetch.note(PageIndex(10), false), None);
+        assert!(prefetch.note(PageIndex(11), false).is_some());
         // 12 to 15 were fetched, 16 and 17 were there.
-        let window = prefetch.note(18, false).expect("the stream goes on");
-        assert_eq!(window.steps().next(), Some(19));
-        assert_eq!(window.steps().count(), 8);
+        let window = prefetch
+            .note(PageIndex(18), false)
+            .expect("the stream goes on");
+        assert_eq!(window.pages().next(), Some(PageIndex(19)));
+        assert_eq!(window.pages().count(), 8);
     }
 
     #[test]
     fn a_stream_that_stores_to_what_it_read_is_told_from_one_that_only_reads() {
-        let mut prefetch = Prefetch::new(MOST);
-        assert_eq!(prefetch.note(10, false), None);
-        let first = prefetch.note(11, false).expect("in order");
+        let mut prefetch = Prefetch::new(MOST, 1);
+        assert_eq!(prefetch.note(PageIndex(10), false), None);
+        let first = prefetch.note(PageIndex(11), false).expect("in order");
         assert!(!first.stores);
-        prefetch.note_store(90);
-        let second = prefetch.note(16, false).expect("it goes on");
+        prefetch.note_store(PageIndex(90));
+        let second = prefetch.note(PageIndex(16), false).expect("it goes on");
         assert!(!second.stores, "that was another's");
-        prefetch.note_store(18);
-        let third = prefetch.note(25, false).expect("it goes on");
+        prefetch.note_store(PageIndex(18));
+        let third = prefetch.note(PageIndex(25), false).expect("it goes on");
         assert!(third.stores);
     }
 
     #[test]
     fn a_window_ends_at_the_first_page() {
-        let mut prefetch = Prefetch::new(MOST);
-        assert_eq!(prefetch.note(3, false), None);
-        let window = prefetch.note(2, false).expect("two side by side");
-        let pages: Vec<_> = window.steps().collect();
-        assert_eq!(pages, [1, 0]);
+        let mut prefetch = Prefetch::new(MOST, 1);
+        assert_eq!(prefetch.note(PageIndex(3), false), None);
+        let window = prefetch
+            .note(PageIndex(2), false)
+            .expect("two side by side");
+        let pages: Vec<_> = window.pages().collect();
+        assert_eq!(pages, [PageIndex(1), PageIndex(0)]);
     }
 }

@@ -6,18 +6,12 @@
 //! ends it: it is fetched when somebody asks for it.
 
 use super::*;
-use crate::engine::PageSize;
 use crate::engine::granule::block_of;
 use crate::engine::prefetch::Window;
 
 /// Bytes fetched ahead of one stream at most: a quarter of a millisecond of a gigabyte a second, so that
 /// the fault behind a window waits for little more than its own page. None where a page is larger.
-const WINDOW_BYTES: u64 = 256 << 10;
-
-/// Steps of `granule` pages that are fetched ahead of one stream at most.
-pub(super) fn window_steps(size: PageSize, granule: u32) -> u32 {
-    size.pages_in(WINDOW_BYTES, 0) as u32 / granule
-}
+pub(super) const WINDOW_BYTES: u64 = 256 << 10;
 
 impl<P: Ports> Shard<P> {
     /// Asks for a page that somebody waits for, and for those that are likely to be wanted next.
@@ -32,9 +26,9 @@ impl<P: Ports> Shard<P> {
     }
 
     fn fetch_ahead(&mut self, page: PageIndex, fault: Fault) {
-        self.follow_granule();
-        let granule = self.granule;
-        let window = self.prefetch.note(self.step_of(page), fault.write);
+        let granule = self.shared.granule.pages();
+        self.prefetch.follow(granule);
+        let window = self.prefetch.note(page, fault.write);
         // Whatever is under way then has the wire and the room for itself.
         if self.ending || self.homing.is_some() || !self.frozen.is_empty() {
             return;
@@ -44,9 +38,7 @@ impl<P: Ports> Shard<P> {
         };
         let stores = window.map_or(fault.write, |window| window.stores);
         let block = block_of(page, granule).pages();
-        let steps = window.into_iter().flat_map(Window::steps);
-        let blocks = steps.map_while(|step| step.checked_mul(granule));
-        let behind = blocks.flat_map(|first| block_of(PageIndex(first), granule).pages());
+        let behind = window.into_iter().flat_map(Window::pages);
         let behind = behind.take_while(|next| part.contains(*next));
         for next in block.filter(|next| part.contains(*next)).chain(behind) {
             if !self.fetch_unasked(next, stores) {
@@ -69,24 +61,6 @@ impl<P: Ports> Shard<P> {
         pending.expects_store = expects_store;
         self.shared.stats.fetched_ahead.count();
         self.start_fetch(page, entry, 0, pending)
-    }
-
-    /// Where the guest goes is followed in steps of what is moved together: anew where that has changed.
-    fn follow_granule(&mut self) {
-        let granule = self.shared.granule.pages();
-        if granule != self.granule {
-            self.granule = granule;
-            self.prefetch = Prefetch::new(window_steps(self.shared.page_size, granule));
-        }
-    }
-
-    /// Notes a store to a page that was there, write-protected.
-    pub(super) fn note_store(&mut self, page: PageIndex) {
-        self.prefetch.note_store(self.step_of(page));
-    }
-
-    fn step_of(&self, page: PageIndex) -> u32 {
-        page.0 / self.granule
     }
 
     /// Nobody has asked for the page yet, and it cannot be put in place now.

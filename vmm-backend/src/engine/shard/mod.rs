@@ -163,8 +163,6 @@ pub struct Shard<P: Ports> {
     next_zero: PageIndex,
     zero_ahead: u32,
     prefetch: Prefetch,
-    /// Pages that `prefetch` takes for one step.
-    granule: u32,
     /// Time that answered faults have waited.
     answered_wait_us: u64,
     /// A page's worth of room, for bytes on their way.
@@ -175,8 +173,8 @@ impl<P: Ports> Shard<P> {
     /// The owner of `range`, without any pages yet.
     pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
         let room = vec![0; shared.page_size.length()].into();
-        let granule = shared.granule.pages();
-        let window = ahead::window_steps(shared.page_size, granule);
+        let window = shared.page_size.pages_in(ahead::WINDOW_BYTES, 0) as u32;
+        let prefetch = Prefetch::new(window, shared.granule.pages());
         Self {
             range,
             parts: Vec::new(),
@@ -204,8 +202,7 @@ impl<P: Ports> Shard<P> {
             ending: false,
             next_zero: range.first,
             zero_ahead: 1,
-            prefetch: Prefetch::new(window),
-            granule,
+            prefetch,
             answered_wait_us: 0,
             room,
         }
@@ -569,7 +566,7 @@ impl<P: Ports> Shard<P> {
             return;
         }
         if protected {
-            self.note_store(page);
+            self.prefetch.note_store(page);
             // Known as possibly written before the guest can write it.
             self.set(
                 page,

@@ -170,12 +170,10 @@ pub(super) fn check_other_mappers(
 /// Whether a process was started by one of these, and still runs its parent's program.
 fn is_about_to_execute(pid: i32, parents: [Option<i32>; 2]) -> bool {
     let program = |pid: i32| fs::read_link(format!("/proc/{pid}/exe")).ok();
-    let parent = stat_field(pid, 4).ok();
-    parents
-        .into_iter()
-        .flatten()
-        .find(|expected| parent == Some(*expected))
-        .is_some_and(|parent| program(parent).is_some_and(|theirs| program(pid) == Some(theirs)))
+    let Ok(parent) = stat_field(pid, 4) else {
+        return false;
+    };
+    parents.contains(&Some(parent)) && program(pid).is_some_and(|its| program(parent) == Some(its))
 }
 
 #[cfg(test)]
