@@ -8,6 +8,8 @@ use outram_libvirt::attachment::{self, AttachRequest, AttachmentError, Change};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::metadata::{self, Addition};
 use outram_libvirt::refusal;
+use outram_wire::lost_pages::LostPages;
+use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, LocalRatio};
 use support::{DOMAINS, RUN, assert_golden, canonical, golden};
 
@@ -110,6 +112,25 @@ fn attach_again_changes_only_what_is_new() {
         .expect("there");
     assert_eq!(settings.servers.len(), 1, "servers stay when none is given");
     assert_eq!(canonical(&detach(&other)), canonical(&before));
+}
+
+#[test]
+fn attach_again_keeps_what_it_does_not_name() {
+    let first = AttachRequest {
+        seal: Some(Seal::Off),
+        lost_pages: Some(LostPages::Poison),
+        granularity: "64KiB".parse().ok(),
+        ..request(0.5, &["10.0.0.2:7741"])
+    };
+    let (attached, _) = attach(&golden("virt-install.xml"), &first);
+    let (again, _) = attach(&attached, &request(0.25, &[]));
+    let settings = metadata::read(&parse(&again)).expect("understood");
+    let settings = settings.expect("attached");
+    assert_eq!(settings.limit, request(0.25, &[]).limit);
+    assert_eq!(settings.servers, first.servers);
+    assert_eq!(Some(settings.seal), first.seal);
+    assert_eq!(Some(settings.lost_pages), first.lost_pages);
+    assert_eq!(Some(settings.granularity), first.granularity);
 }
 
 #[test]
