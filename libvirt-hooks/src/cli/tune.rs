@@ -59,9 +59,8 @@ impl TuneArguments {
     fn tune(&self, guest: &Guest, status: &Status) -> Result<()> {
         if self.granularity.is_some() && status.granularity_bytes.is_none() {
             bail!(
-                "the backend of domain '{0}' is of version {1}, which knows no granularity: 'outram restart {0}' replaces it by the one that is installed",
-                guest.name,
-                status.backend_version
+                "the backend of domain '{0}' is of an earlier build, which knows no granularity: 'outram restart {0}' replaces it by the one that is installed",
+                guest.name
             );
         }
         // What servers may have no room for goes first.
