@@ -7,9 +7,9 @@ use std::fmt;
 use std::path::Path;
 
 use outram_wire::disk::DiskKey;
-use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
 use xot::Node;
 
@@ -66,8 +66,8 @@ pub struct AttachRequest {
     pub seal: Option<Seal>,
     /// What becomes of the guest where it uses a page that is lost; `None` as for `seal`.
     pub lost_pages: Option<LostPages>,
-    /// How much of its memory is moved at a time; `None` as for `seal`.
-    pub granularity: Option<Granularity>,
+    /// How its memory is moved; what is `None` of it stays as for `seal`.
+    pub tuning: Tuning,
     /// Its far-memory disk.
     pub disk: DiskRequest,
 }
@@ -115,10 +115,9 @@ impl AttachRequest {
                 .lost_pages
                 .or(before.map(|before| before.lost_pages))
                 .unwrap_or_default(),
-            granularity: self
-                .granularity
-                .or(before.map(|before| before.granularity))
-                .unwrap_or_default(),
+            tuning: self
+                .tuning
+                .or(before.map(|before| before.tuning).unwrap_or_default()),
             disk: self.disk.applied(before.and_then(|before| before.disk)),
             added: before.map_or_else(Vec::new, |before| before.added.clone()),
         }

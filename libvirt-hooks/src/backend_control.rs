@@ -8,7 +8,7 @@ use std::time::Duration;
 use outram_wire::control::{
     CONTROL_VERSION, Envelope, FrameError, Reply, Request, Status, connect, read_frame, write_frame,
 };
-use outram_wire::granularity::Granularity;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
 
 /// How long a backend may take to answer. Its control thread waits for nothing, so a longer
@@ -100,9 +100,9 @@ impl BackendControl {
         self.command(Request::Tune(limit))
     }
 
-    /// Has so much of the guest's memory moved at a time.
-    pub fn set_granularity(&self, granularity: Granularity) -> Result<(), ControlError> {
-        self.command(Request::SetGranularity(granularity))
+    /// Has the guest's memory moved so from now on.
+    pub fn set_tuning(&self, tuning: Tuning) -> Result<(), ControlError> {
+        self.command(Request::SetTuning(tuning))
     }
 
     /// Has the backend's process replaced by one of the program that is installed now. That it has

@@ -24,6 +24,8 @@ use std::str::FromStr;
 
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
+use outram_wire::granularity::Granularity;
+use outram_wire::tuning::{QueueDepth, Tuning, Workers};
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, parse_size};
 
 use crate::host::Paths;
@@ -115,6 +117,43 @@ pub struct LimitArguments {
     /// Size that may lie on this host, such as 512MiB or 2G
     #[arg(long, value_name = "SIZE", value_parser = parse_local)]
     local: Option<u64>,
+}
+
+/// How a guest's memory is moved. Without these it stays as the domain has it.
+#[derive(Clone, Debug, Args)]
+#[group(multiple = true)]
+pub struct TuningArguments {
+    /// How much of the guest's memory is fetched and evicted together
+    ///
+    /// A power of two from 4KiB (page by page) to 256KiB. More than a page helps a guest whose programs
+    /// use memory in larger pieces, at random places, and harms one that uses a little of each; what is
+    /// used in order is fetched ahead by itself. At first it is 4KiB.
+    #[arg(long, value_name = "SIZE")]
+    granularity: Option<Granularity>,
+    /// Threads that evict the guest's memory, 1 to 64
+    ///
+    /// They copy it, seal it and give it back to the host, so that more of them shrink a guest faster where
+    /// the host has processors to spare. At first there is one for each of the backend's shards.
+    #[arg(long, value_name = "COUNT")]
+    workers: Option<Workers>,
+    /// How much of the guest's memory is on its way at a time, 1 to 64
+    ///
+    /// Beside what the guest waits for: so many batches of 256KiB that are written back, and as many times
+    /// 32KiB ahead of each stream that it reads in order. More fills a network that is fast but far; less
+    /// leaves one that is slow to what the guest waits for. At first it is 8.
+    #[arg(long, value_name = "COUNT")]
+    queue_depth: Option<QueueDepth>,
+}
+
+impl TuningArguments {
+    /// What is asked for.
+    fn tuning(&self) -> Tuning {
+        Tuning {
+            granularity: self.granularity,
+            workers: self.workers,
+            queue_depth: self.queue_depth,
+        }
+    }
 }
 
 /// A size of at least a page.

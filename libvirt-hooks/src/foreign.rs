@@ -11,6 +11,7 @@ pub mod ovirt;
 use std::str::FromStr;
 
 use outram_wire::server::{AddressError, ServerAddress};
+use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, parse_size};
 
 use crate::attachment::{self, AttachRequest, AttachmentError, DiskRequest};
@@ -105,7 +106,7 @@ pub fn attach(
         servers: wish.servers.clone(),
         seal: None,
         lost_pages: None,
-        granularity: None,
+        tuning: Tuning::default(),
         disk: DiskRequest::Keep,
     };
     attachment::attach(&mut domain, &paths.run, &request)?;

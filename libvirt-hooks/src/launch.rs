@@ -14,7 +14,6 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use outram_wire::control::{Phase, Status, is_supervised};
-use outram_wire::granularity::Granularity;
 use outram_wire::incoming::Incoming;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -192,8 +191,8 @@ impl Launch {
         if self.settings.lost_pages != LostPages::default() {
             option("lost-pages", self.settings.lost_pages.to_string().into());
         }
-        if self.settings.granularity != Granularity::default() {
-            option("granularity", self.settings.granularity.to_string().into());
+        for (name, value) in self.settings.tuning.named() {
+            option(name, value.into());
         }
         option("run-dir", self.run.clone().into());
         option("socket-user", self.socket_user.to_string().into());
@@ -497,6 +496,7 @@ fn file_error(what: &'static str, path: &Path, source: io::Error) -> LaunchError
 #[cfg(test)]
 mod tests {
     use super::*;
+    use outram_wire::tuning::Tuning;
     use outram_wire::units::LocalRatio;
 
     #[test]
@@ -514,7 +514,11 @@ mod tests {
                 servers: Vec::new(),
                 seal: Seal::Off,
                 lost_pages: LostPages::Poison,
-                granularity: "64KiB".parse().expect("one"),
+                tuning: Tuning {
+                    granularity: "64KiB".parse().ok(),
+                    workers: "4".parse().ok(),
+                    queue_depth: "16".parse().ok(),
+                },
                 disk: None,
                 added: Vec::new(),
             },
@@ -544,6 +548,8 @@ mod tests {
                 "--seal=off",
                 "--lost-pages=poison",
                 "--granularity=64KiB",
+                "--workers=4",
+                "--queue-depth=16",
                 "--run-dir=/run/outram",
                 "--socket-user=libvirt-qemu:kvm",
                 "--incoming=restore",

@@ -14,9 +14,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
-use outram_wire::granularity::{Granularity, GranularityError};
+use outram_wire::granularity::GranularityError;
 use outram_wire::lost_pages::{LostPages, LostPagesError};
 use outram_wire::seal::{Seal, SealError};
+use outram_wire::tuning::{CountError, Tuning};
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, UnitError, format_size, parse_size};
 use xot::Node;
 
@@ -88,8 +89,8 @@ pub struct MemorySettings {
     pub seal: Seal,
     /// What becomes of the guest where it uses a page that is lost.
     pub lost_pages: LostPages,
-    /// How much of the guest's memory is moved at a time.
-    pub granularity: Granularity,
+    /// How the guest's memory is moved.
+    pub tuning: Tuning,
     /// The far-memory disk; without one the guest sees a small disk that holds nothing.
     pub disk: Option<DiskSettings>,
     /// What attach added; empty for settings written by hand.
@@ -177,6 +178,14 @@ pub enum MetadataError {
     /// No size that memory can be moved in.
     #[error("attribute 'granularity' of <outram:memory>: {0}")]
     Granularity(#[from] GranularityError),
+    /// No number of what can be counted.
+    #[error("attribute '{attribute}' of <outram:memory>: {source}")]
+    Count {
+        /// Which attribute.
+        attribute: &'static str,
+        /// What is wrong.
+        source: CountError,
+    },
     /// A limit of less than a page.
     #[error("local='{0}' of <outram:memory> is less than one page: expected a size such as 512MiB")]
     TooSmall(String),
@@ -252,14 +261,19 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
     expect_no_text(domain, element, "memory")?;
     let (mut ratio, mut local, mut added) = (None, None, Vec::new());
     let (mut seal, mut lost_pages) = (Seal::default(), LostPages::default());
-    let mut granularity = Granularity::default();
+    let mut tuning = Tuning::default();
+    let not_in = |attribute| move |source| MetadataError::Count { attribute, source };
     for (namespace, name, value) in domain.attributes(element) {
         match (namespace.as_str(), name.as_str()) {
             ("", "local-ratio") => ratio = Some(value),
             ("", "local") => local = Some(value),
             ("", "seal") => seal = value.parse()?,
             ("", "lost-pages") => lost_pages = value.parse()?,
-            ("", "granularity") => granularity = value.parse()?,
+            ("", "granularity") => tuning.granularity = Some(value.parse()?),
+            ("", "workers") => tuning.workers = Some(value.parse().map_err(not_in("workers"))?),
+            ("", "queue-depth") => {
+                tuning.queue_depth = Some(value.parse().map_err(not_in("queue-depth"))?);
+            }
             ("", "added") => {
                 added = value
                     .split_whitespace()
@@ -270,7 +284,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
                 return Err(MetadataError::Attribute {
                     element: "memory",
                     found: name,
-                    expected: "'local-ratio', 'local', 'seal', 'lost-pages' or 'granularity'",
+                    expected: "'local-ratio', 'local', 'seal', 'lost-pages', 'granularity', 'workers' or 'queue-depth'",
                 });
             }
         }
@@ -295,7 +309,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
         servers,
         seal,
         lost_pages,
-        granularity,
+        tuning,
         disk,
         added,
     })
@@ -436,9 +450,9 @@ fn serialise(settings: &MemorySettings, namespace: &str) -> Result<String, Domai
         let lost_pages = xot.add_name("lost-pages");
         xot.set_attribute(memory, lost_pages, settings.lost_pages.to_string());
     }
-    if settings.granularity != Granularity::default() {
-        let granularity = xot.add_name("granularity");
-        xot.set_attribute(memory, granularity, settings.granularity.to_string());
+    for (name, value) in settings.tuning.named() {
+        let name = xot.add_name(name);
+        xot.set_attribute(memory, name, value);
     }
     if !settings.added.is_empty() {
         let words: Vec<String> = settings.added.iter().map(Addition::to_string).collect();

@@ -281,7 +281,8 @@ fn check_memory_backing(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
         Ok(size) => {
             // Settings that are not understood are told of by who reads them.
             let settings = metadata::read(domain).ok().flatten();
-            let granularity = settings.map(|settings| settings.granularity.pages(size));
+            let granularity = settings
+                .map(|settings| settings.tuning.granularity.unwrap_or_default().pages(size));
             refusals.extend(granularity.and_then(Result::err).map(Refusal::Granularity));
         }
         Err(refusal) => refusals.push(refusal),

@@ -10,6 +10,7 @@ use outram_libvirt::metadata::{self, Addition};
 use outram_libvirt::refusal;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio};
 use support::{DOMAINS, RUN, assert_golden, canonical, golden};
 
@@ -26,7 +27,7 @@ fn request(ratio: f64, servers: &[&str]) -> AttachRequest {
             .collect(),
         seal: None,
         lost_pages: None,
-        granularity: None,
+        tuning: Tuning::default(),
         disk: Default::default(),
     }
 }
@@ -119,7 +120,11 @@ fn attach_again_keeps_what_it_does_not_name() {
     let first = AttachRequest {
         seal: Some(Seal::Off),
         lost_pages: Some(LostPages::Poison),
-        granularity: "64KiB".parse().ok(),
+        tuning: Tuning {
+            granularity: "64KiB".parse().ok(),
+            workers: "4".parse().ok(),
+            queue_depth: "16".parse().ok(),
+        },
         ..request(0.5, &["10.0.0.2:7741"])
     };
     let (attached, _) = attach(&golden("virt-install.xml"), &first);
@@ -130,7 +135,7 @@ fn attach_again_keeps_what_it_does_not_name() {
     assert_eq!(settings.servers, first.servers);
     assert_eq!(Some(settings.seal), first.seal);
     assert_eq!(Some(settings.lost_pages), first.lost_pages);
-    assert_eq!(Some(settings.granularity), first.granularity);
+    assert_eq!(settings.tuning, first.tuning);
 }
 
 #[test]

@@ -83,6 +83,11 @@ fn bad_arguments_are_told() {
             &["tune", "vm", "--granularity", "1MiB"],
             "a power of two from 4 KiB to 256 KiB",
         ),
+        (&["tune", "vm", "--workers", "0"], "a number from 1 to 64"),
+        (
+            &["attach", "vm", "--local-ratio", "0.5", "--queue-depth", "x"],
+            "a number from 1 to 64",
+        ),
         (&["pki", "issue", "server", "s"], "--address"),
         (&["top", "--delay", "0"], "expected seconds"),
         (&["top", "--sort", "x"], "possible values"),
@@ -107,6 +112,8 @@ fn odd_domain_names_and_uris_are_taken() {
     assert!(Arguments::try_parse_from(["outram", "detach", "--", "-x"]).is_ok());
     let both = ["--local-ratio=0.5", "--granularity=64KiB"];
     assert!(Arguments::try_parse_from(["outram", "tune", "x", both[0], both[1]]).is_ok());
+    let others = ["--workers=4", "--queue-depth=16"];
+    assert!(Arguments::try_parse_from(["outram", "tune", "x", others[0], others[1]]).is_ok());
 }
 
 fn vm() -> VmId {

@@ -5,9 +5,9 @@ use outram_libvirt::metadata::{
     Addition, DiskSettings, MemorySettings, read, to_plain_text, to_text,
 };
 use outram_wire::disk::DiskKey;
-use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio};
 
 const NS: &str = "xmlns:o='https://outram.dev/xmlns/domain/1'";
@@ -25,7 +25,7 @@ fn settings() -> MemorySettings {
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: Seal::On,
         lost_pages: LostPages::Stop,
-        granularity: Granularity::default(),
+        tuning: Tuning::default(),
         disk: None,
         added: vec![Addition::Source, Addition::PciController(7)],
     }
@@ -78,20 +78,29 @@ fn what_becomes_of_lost_pages_is_read_as_written() {
 }
 
 #[test]
-fn what_is_moved_at_a_time_is_read_as_written() {
+fn how_memory_is_moved_is_read_as_written() {
     let settings = MemorySettings {
-        granularity: "64KiB".parse().expect("one"),
+        tuning: Tuning {
+            granularity: "64KiB".parse().ok(),
+            workers: "4".parse().ok(),
+            queue_depth: "16".parse().ok(),
+        },
         ..settings()
     };
     let text = to_text(&settings).expect("text");
-    assert!(text.contains(" granularity=\"64KiB\" "), "{text}");
+    let attributes = r#" granularity="64KiB" workers="4" queue-depth="16" "#;
+    assert!(text.contains(attributes), "{text}");
     assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
-    let wrong = format!("<o:memory {NS} local-ratio='0.5' granularity='3MiB'/>");
-    let error = read(&domain(&wrong)).expect_err("too much").to_string();
-    assert!(
-        error.contains("'granularity'") && error.contains("256 KiB"),
-        "{error}"
-    );
+    for (attribute, wrong, expected) in [
+        ("granularity", "3MiB", "256 KiB"),
+        ("workers", "0", "from 1 to 64"),
+        ("queue-depth", "65", "from 1 to 64"),
+    ] {
+        let text = format!("<o:memory {NS} local-ratio='0.5' {attribute}='{wrong}'/>");
+        let error = read(&domain(&text)).expect_err(wrong).to_string();
+        let named = error.contains(&format!("'{attribute}'")) && error.contains(wrong);
+        assert!(named && error.contains(expected), "{error}");
+    }
 }
 
 #[test]

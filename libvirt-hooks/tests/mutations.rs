@@ -9,6 +9,7 @@ use outram_libvirt::attachment::{self, AttachRequest};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::hook;
 use outram_libvirt::host::Paths;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
 use support::{RUN, golden};
 
@@ -77,7 +78,7 @@ fn request() -> AttachRequest {
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: None,
         lost_pages: None,
-        granularity: None,
+        tuning: Tuning::default(),
         disk: Default::default(),
     }
 }

@@ -7,6 +7,7 @@ use std::path::Path;
 use outram_libvirt::attachment::{self, AttachRequest};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::refusal::{Refusal, check};
+use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
 use support::{RUN, golden};
 
@@ -18,7 +19,7 @@ fn attached() -> String {
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: None,
         lost_pages: None,
-        granularity: None,
+        tuning: Tuning::default(),
         disk: Default::default(),
     };
     attachment::attach(&mut domain, Path::new(RUN), &request).expect("attached");

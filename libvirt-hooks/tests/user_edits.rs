@@ -10,6 +10,7 @@ use std::path::Path;
 use outram_libvirt::attachment::{self, AttachRequest};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::refusal;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -59,7 +60,7 @@ fn request(percent: u32) -> AttachRequest {
         servers: vec!["10.0.0.2:7741".parse().expect("an address")],
         seal: None,
         lost_pages: None,
-        granularity: None,
+        tuning: Tuning::default(),
         disk: Default::default(),
     }
 }

@@ -17,8 +17,8 @@ use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::granularity::Granularity;
 use crate::identity::IdentityStatus;
+use crate::tuning::{QueueDepth, Tuning, Workers};
 use crate::units::{Limit, VmId};
 
 /// Version of the messages of this module.
@@ -73,8 +73,8 @@ pub enum Request {
     Metrics,
     /// Set a new limit; answered once accepted (and reserved), reached in the background.
     Tune(Limit),
-    /// Have so much of the guest's memory fetched and evicted together from now on.
-    SetGranularity(Granularity),
+    /// Have the guest's memory moved so from now on; what is `None` stays.
+    SetTuning(Tuning),
     /// Bring every page home, the limit notwithstanding: the first part of a live detach. It lasts
     /// as long as the connection that asked for it, and a request at least every ten seconds.
     BringHome,
@@ -260,6 +260,12 @@ pub struct Status {
     /// Bytes that are fetched and evicted together; earlier backends do not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub granularity_bytes: Option<u64>,
+    /// Threads that evict; earlier backends do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers: Option<Workers>,
+    /// How much is on its way at a time; earlier backends do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue_depth: Option<QueueDepth>,
     /// Bytes in the memfd, by our count.
     pub resident_bytes: u64,
     /// Bytes in the staging area, by our count.

@@ -16,6 +16,7 @@ pub mod scrape;
 pub mod seal;
 pub mod server;
 pub mod tls;
+pub mod tuning;
 pub mod units;
 pub mod verbs;
 mod words;

@@ -6,7 +6,6 @@ use std::io;
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args};
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
-use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::{Limit, VmId, format_size, parse_size};
@@ -14,7 +13,7 @@ use outram_wire::units::{Limit, VmId, format_size, parse_size};
 use super::affect::AffectArguments;
 use super::completion::domain_names;
 use super::live::Running;
-use super::{LimitArguments, disk, parse_server};
+use super::{LimitArguments, TuningArguments, disk, parse_server};
 use crate::attachment::{self, AttachRequest, Change, DiskRequest};
 use crate::backend_control::{BackendControl, ControlError};
 use crate::domain_xml::DomainXml;
@@ -94,14 +93,8 @@ pub struct AttachArguments {
     /// next start.
     #[arg(long, value_name = "stop|poison")]
     lost_pages: Option<LostPages>,
-    /// How much of the guest's memory is fetched and evicted together
-    ///
-    /// A power of two from 4KiB (page by page) to 256KiB. More than a page helps a guest whose programs
-    /// use memory in larger pieces, at random places, and harms one that uses a little of each; what is
-    /// used in order is fetched ahead by itself. Without this it stays as the domain has it, which is
-    /// 4KiB at first. 'outram tune' changes it while the guest runs.
-    #[arg(long, value_name = "SIZE")]
-    granularity: Option<Granularity>,
+    #[command(flatten)]
+    tuning: TuningArguments,
     #[command(flatten)]
     affect: AffectArguments,
     /// Show what would change, and change nothing
@@ -161,7 +154,7 @@ impl AttachArguments {
             servers: self.server.clone(),
             seal: self.seal,
             lost_pages: self.lost_pages,
-            granularity: self.granularity,
+            tuning: self.tuning.tuning(),
             disk: match self.disk_size {
                 None => DiskRequest::Keep,
                 Some(DiskSize::None) => DiskRequest::Remove,

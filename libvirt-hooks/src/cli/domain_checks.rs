@@ -7,6 +7,7 @@ use anyhow::Result;
 use outram_wire::causes::with_causes;
 use outram_wire::control::Phase;
 use outram_wire::server::ServerAddress;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, format_size};
 
 use super::doctor::Check;
@@ -231,7 +232,7 @@ fn any_request() -> AttachRequest {
         servers: Vec::new(),
         seal: None,
         lost_pages: None,
-        granularity: None,
+        tuning: Tuning::default(),
         disk: DiskRequest::Keep,
     }
 }

@@ -265,6 +265,12 @@ fn add_memory(lines: &mut Lines, status: &Status) {
     if let Some(bytes) = status.granularity_bytes {
         lines.add("moved in", &size(bytes));
     }
+    if let (Some(workers), Some(depth)) = (status.workers, status.queue_depth) {
+        lines.add(
+            "moved by",
+            &format!("{workers} workers, queue depth {depth}"),
+        );
+    }
     lines.add(
         "local",
         &format!(

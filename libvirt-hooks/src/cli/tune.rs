@@ -1,13 +1,14 @@
-//! `outram tune`: a new limit or granularity for a running domain, for its definition, or both.
+//! `outram tune`: a new limit for a running domain, or other ways to move its memory, for its definition,
+//! or both.
 
 use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use outram_wire::control::Status;
-use outram_wire::granularity::Granularity;
+use outram_wire::tuning::Tuning;
 
-use super::LimitArguments;
 use super::completion::domain_names;
 use super::report::{Guest, find_guest};
+use super::{LimitArguments, TuningArguments};
 use crate::domain_xml::DomainXml;
 use crate::host::Paths;
 use crate::libvirt::{Libvirt, LibvirtDomain};
@@ -15,17 +16,15 @@ use crate::metadata::{self, MemorySettings};
 
 /// The arguments of `outram tune`.
 #[derive(Debug, Args)]
-#[command(group = ArgGroup::new("change").required(true).multiple(true).args(["local_ratio", "local", "granularity"]))]
+#[command(group = ArgGroup::new("change").required(true).multiple(true).args(["local_ratio", "local", "granularity", "workers", "queue_depth"]))]
 pub struct TuneArguments {
     /// Name or UUID of the domain
     #[arg(add = domain_names())]
     domain: String,
     #[command(flatten)]
     limit: LimitArguments,
-    /// How much of the guest's memory is fetched and evicted together: a power of two from 4KiB (page by
-    /// page) to 256KiB
-    #[arg(long, value_name = "SIZE")]
-    granularity: Option<Granularity>,
+    #[command(flatten)]
+    tuning: TuningArguments,
     /// Also change the domain's settings, so that later starts use it
     #[arg(long)]
     persist: bool,
@@ -57,9 +56,13 @@ impl TuneArguments {
     }
 
     fn tune(&self, guest: &Guest, status: &Status) -> Result<()> {
-        if self.granularity.is_some() && status.granularity_bytes.is_none() {
+        let tuning = self.tuning.tuning();
+        let named: Vec<_> = tuning.named().collect();
+        if let Some((name, _)) = named.first()
+            && status.queue_depth.is_none()
+        {
             bail!(
-                "the backend of domain '{0}' is of an earlier build, which knows no granularity: 'outram restart {0}' replaces it by the one that is installed",
+                "the backend of domain '{0}' is of an earlier build, whose {name} cannot be changed: 'outram restart {0}' replaces it by the one that is installed",
                 guest.name
             );
         }
@@ -68,12 +71,11 @@ impl TuneArguments {
             guest.control.tune(limit)?;
             println!("Domain '{}' now has the limit: {limit}", guest.name);
         }
-        if let Some(granularity) = self.granularity {
-            guest.control.set_granularity(granularity)?;
-            println!(
-                "Memory of domain '{}' now moves in: {granularity}",
-                guest.name
-            );
+        if tuning != Tuning::default() {
+            guest.control.set_tuning(tuning)?;
+        }
+        for (name, value) in named {
+            println!("Domain '{}' now has the {name}: {value}", guest.name);
         }
         Ok(())
     }
@@ -83,7 +85,7 @@ impl TuneArguments {
         let settings = settings_of(&domain)?;
         let settings = MemorySettings {
             limit: self.limit.limit().unwrap_or(settings.limit),
-            granularity: self.granularity.unwrap_or(settings.granularity),
+            tuning: self.tuning.tuning().or(settings.tuning),
             ..settings
         };
         domain.set_settings(&metadata::to_plain_text(&settings)?, domain.is_active()?)?;

@@ -112,6 +112,8 @@ pub(crate) fn status(name: &str, vm: VmId, limit: Limit) -> Status {
         limit,
         limit_bytes: limit.bytes(64 << 20),
         granularity_bytes: Some(4096),
+        workers: "2".parse().ok(),
+        queue_depth: "8".parse().ok(),
         resident_bytes: 24 << 20,
         staged_bytes: 2 << 20,
         stored_bytes: 30 << 20,

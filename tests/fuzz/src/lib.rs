@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use outram_backend::engine::budget::Budget;
-use outram_backend::engine::granule::Granule;
+use outram_backend::engine::pace::Pace;
 use outram_backend::engine::recovery::{StagedBytes, recover_page};
 use outram_backend::engine::seal::PageKey;
 use outram_backend::engine::slots::{GroupPlace, SlabRef, SlotPool};
@@ -349,7 +349,7 @@ fn left(words: &[u64]) -> Shared {
         budget: Budget::new(PAGES.into(), PageSize::BASE),
         staging: StagingPool::new(0),
         slots,
-        granule: Granule::default(),
+        pace: Pace::default(),
         key: PageKey::new(&[3; 32], Seal::On),
         lost_pages: LostPages::Stop,
         stats: Stats::new(),

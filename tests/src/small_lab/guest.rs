@@ -12,6 +12,7 @@ use outram_wire::control::{Phase, Reply, Request, Status};
 use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
 use serde_json::{Value, json};
 
@@ -297,12 +298,20 @@ impl Guest {
         }
     }
 
+    /// Has its memory moved so.
+    pub fn set_tuning(&self, tuning: Tuning) -> Result<()> {
+        match self.ask(Request::SetTuning(tuning))? {
+            Reply::Done => Ok(()),
+            other => bail!("{tuning:?}: {other:?}"),
+        }
+    }
+
     /// Has so much of its memory moved at a time.
     pub fn set_granularity(&self, granularity: Granularity) -> Result<()> {
-        match self.ask(Request::SetGranularity(granularity))? {
-            Reply::Done => Ok(()),
-            other => bail!("not moved in {granularity}: {other:?}"),
-        }
+        self.set_tuning(Tuning {
+            granularity: Some(granularity),
+            ..Tuning::default()
+        })
     }
 
     /// Waits until its status is as wanted.

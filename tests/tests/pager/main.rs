@@ -11,7 +11,6 @@ mod disk;
 mod disk_crash;
 mod exhaustion;
 mod fixture;
-mod granularity;
 mod huge;
 mod live;
 mod plugging;
@@ -21,6 +20,7 @@ mod refusals;
 mod servers;
 mod supervisor;
 mod suspend;
+mod tuning;
 mod upgrade;
 
 use std::process::ExitCode;
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
             disk::TESTS,
             poison::TESTS,
             servers::TESTS,
-            granularity::TESTS,
+            tuning::TESTS,
             crash::TESTS,
             crash_points::TESTS,
             supervisor::TESTS,

@@ -11,6 +11,7 @@ use outram_wire::incoming::Incoming;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::tls::TlsFiles;
+use outram_wire::tuning::{QueueDepth, Tuning, Workers};
 use outram_wire::units::{Limit, LocalRatio, PageSize, UnitError, VmId, format_size, parse_size};
 use outram_wire::verbs::Choice;
 use serde::Deserialize;
@@ -90,9 +91,18 @@ pub struct Flags {
     pub lost_pages: LostPages,
 
     /// How much of the guest's memory is fetched and evicted together: a power of two from 4KiB (page by
-    /// page) to 256KiB
-    #[arg(long, value_name = "SIZE", default_value_t)]
-    pub granularity: Granularity,
+    /// page) to 256KiB [default: 4KiB]
+    #[arg(long, value_name = "SIZE")]
+    pub granularity: Option<Granularity>,
+
+    /// Threads that evict the guest's memory, 1 to 64 [default: one a shard]
+    #[arg(long, value_name = "COUNT")]
+    pub workers: Option<Workers>,
+
+    /// How much of its memory is on its way at a time, beside what it waits for, 1 to 64: so many batches of
+    /// 256KiB written back, and as many times 32KiB ahead of what it reads in order [default: 8]
+    #[arg(long, value_name = "COUNT")]
+    pub queue_depth: Option<QueueDepth>,
 
     /// Settings of this host's backends; must exist if given
     #[arg(long, value_name = "FILE", help = format!("Settings of this host's backends; must exist if given [default: {DEFAULT_CONFIG}, if it exists]"))]
@@ -265,8 +275,8 @@ pub struct Config {
     pub seal: Seal,
     /// What becomes of the guest where it uses a page that is lost.
     pub lost_pages: LostPages,
-    /// How much of its memory is moved at a time.
-    pub granularity: Granularity,
+    /// How its memory is moved.
+    pub tuning: Tuning,
     /// This guest's directory.
     pub dir: PathBuf,
     /// Where metrics are served.
@@ -333,7 +343,11 @@ impl Config {
             incoming: flags.incoming,
             seal: flags.seal,
             lost_pages: flags.lost_pages,
-            granularity: flags.granularity,
+            tuning: Tuning {
+                granularity: flags.granularity,
+                workers: flags.workers,
+                queue_depth: flags.queue_depth,
+            },
             disk: disk(flags.disk_size, flags.disk_key_file, &dir)?,
             dir,
             metrics: flags.metrics.or(file.metrics),

@@ -106,16 +106,16 @@ fn answer(envelope: Envelope, daemon: &Daemon, homing: &mut Option<Homing>) -> R
             }
             Err(error) => Reply::Refused(with_causes(&error)),
         },
-        (Request::SetGranularity(granularity), Stage::Serving(guest)) => {
-            match guest.pager.set_granularity(granularity) {
+        (Request::SetTuning(tuning), Stage::Serving(guest)) => {
+            match guest.pager.set_tuning(&tuning) {
                 Ok(()) => {
-                    tracing::info!(%granularity, "tuned");
+                    tracing::info!(settings = ?tuning.named().collect::<Vec<_>>(), "tuned");
                     Reply::Done
                 }
                 Err(error) => Reply::Refused(with_causes(&error)),
             }
         }
-        (Request::Tune(_) | Request::SetGranularity(_), _) => {
+        (Request::Tune(_) | Request::SetTuning(_), _) => {
             Reply::Refused("there is no guest to tune: it has not started, or has ended".into())
         }
         (Request::BringHome, Stage::Serving(guest)) => match guest.pager.bring_home() {

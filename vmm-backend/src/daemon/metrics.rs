@@ -7,6 +7,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use outram_wire::control::{Phase, Status};
 use outram_wire::scrape::Page;
+use outram_wire::tuning::{QueueDepth, Workers};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet};
@@ -177,13 +178,29 @@ impl Snapshot {
                 ("stopped", stopped),
             ],
         )?;
-        let waiting = ConstGauge::new(status.waiting_faults as f64);
-        waiting.encode(encoder.encode_descriptor(
-            "waiting_faults",
-            "Faults that wait for an answer",
-            None,
-            MetricType::Gauge,
-        )?)
+        let workers = status.workers.map(Workers::get);
+        let queue_depth = status.queue_depth.map(QueueDepth::get);
+        for (name, help, value) in [
+            (
+                "waiting_faults",
+                "Faults that wait for an answer",
+                status.waiting_faults,
+            ),
+            (
+                "workers",
+                "Threads that evict the guest's memory",
+                workers.unwrap_or_default().into(),
+            ),
+            (
+                "queue_depth",
+                "How much is on its way at a time: batches of 256 KiB written back, 32 KiB ahead of a stream",
+                queue_depth.unwrap_or_default().into(),
+            ),
+        ] {
+            let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            ConstGauge::new(value as f64).encode(metric)?;
+        }
+        Ok(())
     }
 
     fn encode_counters(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
@@ -515,6 +532,8 @@ mod tests {
             limit: Limit::LocalBytes(1 << 29),
             limit_bytes: 1 << 29,
             granularity_bytes: Some(65536),
+            workers: "3".parse().ok(),
+            queue_depth: "16".parse().ok(),
             resident_bytes: 8192,
             staged_bytes: 0,
             stored_bytes: 4096,
@@ -581,6 +600,8 @@ mod tests {
                 "outram_kernel_bytes gauge",
                 "outram_phase gauge",
                 "outram_waiting_faults gauge",
+                "outram_workers gauge",
+                "outram_queue_depth gauge",
                 "outram_faults counter",
                 "outram_evicted_pages counter",
                 "outram_wire_bytes counter",

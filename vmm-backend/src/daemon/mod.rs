@@ -125,7 +125,7 @@ fn pager_config(config: &Config) -> PagerConfig {
         shards: config.shards,
         seal: config.seal,
         lost_pages: config.lost_pages,
-        granularity: config.granularity,
+        tuning: config.tuning,
         disk_table_bytes: table_bytes(config.disk.as_ref().map(|disk| disk.size_bytes)),
     }
 }

@@ -185,7 +185,15 @@ impl Daemon {
             },
             granularity_bytes: Some(match guest {
                 Some(guest) => guest.pager.granularity_bytes(),
-                None => self.config.granularity.bytes(),
+                None => self.config.tuning.granularity.unwrap_or_default().bytes(),
+            }),
+            workers: match guest {
+                Some(guest) => guest.pager.workers(),
+                None => self.config.tuning.workers,
+            },
+            queue_depth: Some(match guest {
+                Some(guest) => guest.pager.queue_depth(),
+                None => self.config.tuning.queue_depth.unwrap_or_default(),
             }),
             unmanaged_bytes: memory.unmanaged,
             resident_bytes: memory.resident,

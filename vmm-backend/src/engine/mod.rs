@@ -11,7 +11,7 @@
 
 pub mod budget;
 pub mod eviction;
-pub mod granule;
+pub mod pace;
 pub mod policy;
 mod prefetch;
 pub mod recovery;
@@ -222,8 +222,8 @@ pub struct Shared {
     pub staging: staging::StagingPool,
     /// Places on the memory servers.
     pub slots: slots::SlotPool,
-    /// Pages that are moved together.
-    pub granule: granule::Granule,
+    /// How its memory is moved.
+    pub pace: pace::Pace,
     /// Key that the guest's pages leave and come back under.
     pub key: seal::PageKey,
     /// What becomes of the guest where it uses a page that is lost.

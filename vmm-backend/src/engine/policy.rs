@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::granule::block_of;
+use super::pace::block_of;
 use super::{PageIndex, PageRun};
 
 /// Why a page came into the guest's memory.

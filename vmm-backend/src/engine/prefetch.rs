@@ -14,7 +14,7 @@
 //! Where several pages are moved together, these blocks are what is counted in here, in place of pages.
 
 use super::PageIndex;
-use super::granule::block_of;
+use super::pace::block_of;
 
 /// Streams followed at once: more than a guest's few busy threads have.
 const STREAMS: usize = 8;
@@ -95,10 +95,12 @@ impl Prefetch {
         }
     }
 
-    /// Begins anew where another number of pages is moved together.
-    pub(super) fn follow(&mut self, granule: u32) {
+    /// Fetches at most so many pages ahead from now on; begins anew where another number of them is moved
+    /// together.
+    pub(super) fn follow(&mut self, most_pages: u32, granule: u32) {
+        self.most_pages = most_pages;
         if granule != self.granule {
-            *self = Self::new(self.most_pages, granule);
+            *self = Self::new(most_pages, granule);
         }
     }
 

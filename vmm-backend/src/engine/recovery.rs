@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
     use crate::engine::budget::Budget;
-    use crate::engine::granule::Granule;
+    use crate::engine::pace::Pace;
     use crate::engine::seal::PageKey;
     use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
     use crate::engine::staging::StagingPool;
@@ -142,7 +142,7 @@ mod tests {
             budget: Budget::new(8, PageSize::BASE),
             staging: StagingPool::new(0),
             slots,
-            granule: Granule::default(),
+            pace: Pace::default(),
             key: PageKey::new(&[3; 32], Seal::On),
             lost_pages: LostPages::Stop,
             stats: Stats::new(),

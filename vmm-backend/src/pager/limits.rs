@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use outram_wire::granularity::{Granularity, GranularityError};
+use outram_wire::granularity::GranularityError;
+use outram_wire::tuning::{QueueDepth, Tuning, Workers};
 use outram_wire::units::{Limit, PageSize, format_size};
 
 use super::{Course, Pager, lock};
@@ -34,6 +35,17 @@ const STAGING_LEAST_PAGES: u64 = 4;
 
 /// Slabs are leased whole: beyond what is stored, this much may be left over in them.
 const RESERVE_SLACK_BYTES: u64 = 128 << 20;
+
+/// Why a guest's memory is not moved as was asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum TuningError {
+    /// So much at a time.
+    #[error(transparent)]
+    Granularity(#[from] GranularityError),
+    /// By so many threads.
+    #[error("not as many workers could be started; those that could be stay")]
+    Workers(#[from] std::io::Error),
+}
 
 /// Why a limit was refused.
 #[derive(Debug, thiserror::Error)]
@@ -229,19 +241,41 @@ impl Pager {
         Ok(())
     }
 
-    /// How much of the guest's memory is moved at a time.
+    /// How much of the guest's memory is moved at a time, in bytes.
     pub fn granularity_bytes(&self) -> u64 {
-        u64::from(self.shared.granule.pages()) * self.shared.page_size.bytes()
+        u64::from(self.shared.pace.granule()) * self.shared.page_size.bytes()
     }
 
-    /// Has so much of the guest's memory moved at a time, from now on.
-    pub fn set_granularity(&self, granularity: Granularity) -> Result<(), GranularityError> {
-        let pages = granularity.pages(self.shared.page_size)?;
+    /// Threads that evict.
+    pub fn workers(&self) -> Option<Workers> {
+        self.evictors.workers().try_into().ok()
+    }
+
+    /// How much of the guest's memory is on its way at a time.
+    pub fn queue_depth(&self) -> QueueDepth {
+        self.shared.pace.queue_depth()
+    }
+
+    /// Has the guest's memory moved so from now on; what is `None` stays.
+    pub fn set_tuning(&self, tuning: &Tuning) -> Result<(), TuningError> {
+        let size = self.shared.page_size;
+        let granule = tuning
+            .granularity
+            .map(|granularity| granularity.pages(size));
+        let granule = granule.transpose()?;
         // So that of two changes at once, the one that lasts is the one that is written last.
         let _standing = lock(&self.standing);
-        self.shared.granule.set(pages);
-        if let Err(error) = self.records.write_granularity(granularity) {
-            tracing::warn!(%error, "a backend that takes over from this one would keep the former granularity");
+        if let Some(workers) = tuning.workers {
+            self.evictors.set(workers)?;
+        }
+        let pace = &self.shared.pace;
+        granule
+            .into_iter()
+            .for_each(|pages| pace.set_granule(pages));
+        let depth = tuning.queue_depth.into_iter();
+        depth.for_each(|depth| pace.set_queue_depth(depth));
+        if let Err(error) = self.records.write_tuning(tuning) {
+            tracing::warn!(%error, "a backend that takes over from this one would move the guest's memory as before");
         }
         Ok(())
     }

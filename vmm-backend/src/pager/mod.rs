@@ -1,7 +1,7 @@
 //! The pager: the engine's threads, and all that they touch.
 //!
-//! Threads of a guest: one a shard (its faults, events and demand reads), one a shard that evicts,
-//! one that writes back, and one that hears the servers' sessions and keeps the house. None of
+//! Threads of a guest: one a shard (its faults, events and demand reads), some that evict, one that
+//! writes back, and one that hears the servers' sessions and keeps the house. None of
 //! them ever pins a page, takes a lock across I/O, or waits for another but through its inbox.
 
 mod demand;
@@ -33,14 +33,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
-use outram_wire::granularity::{Granularity, GranularityError};
+use outram_wire::granularity::GranularityError;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
+use outram_wire::tuning::{Tuning, Workers};
 use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
 use crate::crash_points::{self, Point};
 use crate::engine::PageRun;
-use crate::engine::granule::Granule;
+use crate::engine::pace::Pace;
 use crate::engine::policy::TwoQueues;
 use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
 use crate::engine::shard::Shard;
@@ -51,7 +52,7 @@ use crate::handover::discover::RamBlock;
 use crate::handover::{HandedOver, Vmm};
 use crate::remote::{RemoteConfig, RemoteError, Session, SessionEvent};
 use demand::DemandReads;
-use evictor::Evictor;
+use evictor::{EvictorParts, Evictors};
 use guest_ram::{GuestRam, table_pages};
 use inbox::{Inbox, Messages, inbox};
 use keeping::Housekeeping;
@@ -98,8 +99,8 @@ pub struct PagerConfig {
     pub seal: Seal,
     /// What becomes of it where it needs a page that is lost.
     pub lost_pages: LostPages,
-    /// How much of its memory is moved at a time.
-    pub granularity: Granularity,
+    /// How its memory is moved.
+    pub tuning: Tuning,
     /// Bytes that the table of its far-memory disk may take in the state directory.
     pub disk_table_bytes: u64,
 }
@@ -240,7 +241,7 @@ impl PreparedPager {
         }
         let size = config.page_size;
         let sizes = limits::Sizes::new(config.limit, config.ram_bytes, size)?;
-        let granule = Granule::new(config.granularity.pages(size)?);
+        let pace = pace_of(&config.tuning, size)?;
         let (sender, events) = unbounded();
         let sessions = start_sessions(remote, &config, sizes, &sender)?;
         check_slabs(&sessions, size)?;
@@ -262,14 +263,14 @@ impl PreparedPager {
             session: remote.secret,
         };
         state_dir.records().write_keys(&keys)?;
-        state_dir.records().write_granularity(config.granularity)?;
+        state_dir.records().write_tuning(&config.tuning)?;
         let shared = Arc::new(Shared {
             page_size: size,
             table: PageTable::new(Box::new(table)),
             budget: budget::Budget::new(sizes.budget_pages, size),
             staging: staging::StagingPool::new(sizes.staging_pages),
             slots: slots::SlotPool::new(sessions.len()),
-            granule,
+            pace,
             key: PageKey::new(&secret, config.seal),
             lost_pages: config.lost_pages,
             stats: stats::Stats::new(),
@@ -384,11 +385,21 @@ impl PreparedPager {
             writer_messages,
         );
         let writer_gauges = writer.gauges();
+        let evictors = EvictorParts {
+            uffds: held.uffds.clone(),
+            ram: Arc::clone(&held.ram),
+            staging: Arc::clone(&self.staging),
+            shared: Arc::clone(&self.shared),
+            shards: inboxes.clone(),
+        };
+        let evictors = Evictors::start(evictors, workers_of(&self.config));
+        let evictors = evictors.map_err(system("starting a thread"))?;
         let parts = Parts {
             prepared: &self,
             held: &held,
             inboxes: &inboxes,
             writer: &writer_inbox,
+            evictors: &evictors,
             gate: &gate,
         };
         let mut gauges = Vec::new();
@@ -446,6 +457,7 @@ impl PreparedPager {
             gauges,
             writer: writer_inbox,
             writer_gauges,
+            evictors,
             notes,
             vmm: held.vmm,
             most_ram_bytes: self.config.max_ram_bytes.max(self.config.ram_bytes),
@@ -479,6 +491,20 @@ fn start_sessions(
         .map(|server| Session::start(server, remote, each, events.clone()));
     let sessions: Vec<Session> = sessions.collect::<Result<_, _>>()?;
     Ok(sessions.into())
+}
+
+/// How a guest with pages of this size is to be moved.
+fn pace_of(tuning: &Tuning, size: PageSize) -> Result<Pace, GranularityError> {
+    let pace = Pace::default();
+    pace.set_granule(tuning.granularity.unwrap_or_default().pages(size)?);
+    pace.set_queue_depth(tuning.queue_depth.unwrap_or_default());
+    Ok(pace)
+}
+
+/// As many as are asked for, or one a shard.
+fn workers_of(config: &PagerConfig) -> Workers {
+    let one_a_shard = Workers::try_from(config.shards).unwrap_or(Workers::MOST);
+    config.tuning.workers.unwrap_or(one_a_shard)
 }
 
 /// Refuses servers whose slabs hold no page of this size.
@@ -532,11 +558,12 @@ struct Parts<'a> {
     held: &'a Held,
     inboxes: &'a [Inbox<ShardEvent>],
     writer: &'a Inbox<WriterEvent>,
+    evictors: &'a Evictors,
     gate: &'a Receiver<()>,
 }
 
 impl Parts<'_> {
-    /// Takes over what is populated of a shard's range, and starts its threads.
+    /// Takes over what is populated of a shard's range, and starts its thread.
     fn start_shard(
         &self,
         number: usize,
@@ -545,17 +572,6 @@ impl Parts<'_> {
         threads: &mut Vec<JoinHandle<()>>,
     ) -> Result<Arc<ShardGauges>, PagerError> {
         let shared = Arc::clone(&self.prepared.shared);
-        let (runs, handed_out) = bounded(16);
-        let evictor = Evictor {
-            uffd: Arc::clone(&uffd),
-            ram: Arc::clone(&self.held.ram),
-            staging: Arc::clone(&self.prepared.staging),
-            shared: Arc::clone(&shared),
-            shard: self.inboxes[number].clone(),
-        };
-        threads.push(spawn(&format!("evict-{number}"), self.gate, move || {
-            evictor.work(&handed_out)
-        })?);
         let others = self
             .inboxes
             .iter()
@@ -567,7 +583,7 @@ impl Parts<'_> {
             ram: Arc::clone(&self.held.ram),
             staging: Arc::clone(&self.prepared.staging),
             demand: DemandReads::new(Arc::clone(&shared), Arc::clone(&self.prepared.sessions)),
-            evictor: runs,
+            evictors: self.evictors.orders(),
             writer: self.writer.clone(),
             others: others.map(|(_, inbox)| inbox.clone()).collect(),
             pin_answers: HashMap::new(),
@@ -615,6 +631,7 @@ pub struct Pager {
     gauges: Vec<Arc<ShardGauges>>,
     writer: Inbox<WriterEvent>,
     writer_gauges: Arc<WriterGauges>,
+    evictors: Evictors,
     notes: Arc<ServerNotes>,
     vmm: Arc<Vmm>,
     most_ram_bytes: u64,
@@ -671,6 +688,7 @@ impl Pager {
                 tracing::error!("a pager thread had panicked");
             }
         }
+        self.evictors.end();
         if !self.retired.swap(true, Ordering::AcqRel) {
             close_sessions(&self.sessions);
         }

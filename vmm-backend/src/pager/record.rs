@@ -6,7 +6,7 @@
 //! | `record` | the VMM, its userfaultfds, its RAM's places in the table, servers and settings |
 //! | `groups` | which slab each group of slots is |
 //! | `key` | what the pages' keys are made of, whether they are sealed, and the secret of the sessions with the servers |
-//! | `granularity` | how much of the guest's memory is moved at a time; page by page where it is not there |
+//! | `granularity`, `workers`, `queue-depth` | how the guest's memory is moved; each only where it was set |
 //! | `disk-key` | the key to the far-memory disk, as the domain's metadata has it |
 //!
 //! Each names its version. The version of the record and the VMM's process are read before all else
@@ -18,9 +18,9 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use outram_wire::granularity::Granularity;
 use outram_wire::seal::Seal;
 use outram_wire::server::SessionSecret;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, PageSize, VmId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -257,12 +257,31 @@ impl Records {
         self.write_json("groups", &groups)
     }
 
-    pub(super) fn granularity(&self) -> Result<Granularity, StateError> {
-        Ok(self.read("granularity")?.unwrap_or_default())
+    pub(super) fn tuning(&self) -> Result<Tuning, StateError> {
+        Ok(Tuning {
+            granularity: self.read("granularity")?,
+            workers: self.read("workers")?,
+            queue_depth: self.read("queue-depth")?,
+        })
     }
 
-    pub(super) fn write_granularity(&self, granularity: Granularity) -> Result<(), StateError> {
-        self.write_json("granularity", &granularity)
+    /// Each in a file of its own: builds that do not know one of them read the others.
+    pub(super) fn write_tuning(&self, tuning: &Tuning) -> Result<(), StateError> {
+        let Tuning {
+            granularity,
+            workers,
+            queue_depth,
+        } = tuning;
+        if let Some(granularity) = granularity {
+            self.write_json("granularity", granularity)?;
+        }
+        if let Some(workers) = workers {
+            self.write_json("workers", workers)?;
+        }
+        if let Some(queue_depth) = queue_depth {
+            self.write_json("queue-depth", queue_depth)?;
+        }
+        Ok(())
     }
 
     pub(super) fn keys(&self) -> Result<Keys, StateError> {
@@ -404,10 +423,18 @@ mod tests {
             assert!(found.seal == seal && found.secret == keys.secret);
             assert!(found.session == keys.session);
         }
-        let large: Granularity = "64KiB".parse().expect("one");
-        assert_eq!(records.granularity().expect("none"), Granularity::default());
-        records.write_granularity(large).expect("room");
-        assert_eq!(records.granularity().expect("written"), large);
+        let mut tuning = Tuning::default();
+        assert_eq!(records.tuning().expect("none"), tuning);
+        tuning.granularity = "64KiB".parse().ok();
+        records.write_tuning(&tuning).expect("room");
+        tuning.workers = "5".parse().ok();
+        tuning.queue_depth = "16".parse().ok();
+        let others = Tuning {
+            granularity: None,
+            ..tuning
+        };
+        records.write_tuning(&others).expect("room");
+        assert_eq!(records.tuning().expect("written"), tuning);
         let mode = std::os::unix::fs::PermissionsExt::mode(
             &fs::metadata(dir.path().join("key"))
                 .expect("there")

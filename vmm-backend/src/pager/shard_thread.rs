@@ -15,6 +15,7 @@ use crossbeam_channel::Sender;
 use rustix::event::Timespec;
 
 use super::demand::DemandReads;
+use super::evictor::EvictorOrder;
 use super::guest_ram::{GuestRam, intersect};
 use super::inbox::{Inbox, Messages};
 use super::lock;
@@ -138,8 +139,8 @@ pub(super) struct ShardPorts {
     pub(super) staging: Arc<StagingArea>,
     /// Its demand reads.
     pub(super) demand: DemandReads,
-    /// Its evictor.
-    pub(super) evictor: Sender<Run>,
+    /// The evictors.
+    pub(super) evictors: Sender<EvictorOrder>,
     /// The writer.
     pub(super) writer: Inbox<WriterEvent>,
     /// All other shards.
@@ -213,8 +214,9 @@ impl Ports for ShardPorts {
     }
 
     fn start_run(&mut self, run: Run) {
-        if self.evictor.send(run).is_err() {
-            tracing::error!(shard = self.shard, "the evictor has ended");
+        let order = EvictorOrder::Evict(self.shard, run);
+        if self.evictors.send(order).is_err() {
+            tracing::error!(shard = self.shard, "the evictors have ended");
         }
     }
 

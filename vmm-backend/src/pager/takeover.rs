@@ -37,9 +37,10 @@ use super::plugging::{Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
-use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, Recovered, lock, system};
+use super::{
+    Held, Pager, PagerConfig, PagerError, PreparedPager, Recovered, lock, pace_of, system,
+};
 use crate::crash_points::{self, Point};
-use crate::engine::granule::Granule;
 use crate::engine::recovery::recover_page;
 use crate::engine::seal::PageKey;
 use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
@@ -175,7 +176,7 @@ impl Orphan {
         let standing = self.standing(&ram);
         let sizes = standing.sizes();
         let keys = self.state_dir.records().keys()?;
-        let granularity = self.state_dir.records().granularity()?;
+        let tuning = self.state_dir.records().tuning()?;
         let shared = Arc::new(Shared {
             page_size: size,
             table,
@@ -183,10 +184,10 @@ impl Orphan {
             // Its capacity is set once its slots are claimed.
             staging: StagingPool::new(0),
             slots: former_slots(&self.state_dir.records(), &self.record)?,
-            granule: Granule::new(granularity.pages(size).map_err(|error| {
+            pace: pace_of(&tuning, size).map_err(|error| {
                 let records = self.state_dir.records();
                 records.unusable("granularity", error.to_string())
-            })?),
+            })?,
             key: PageKey::new(&keys.secret, keys.seal),
             lost_pages,
             stats: Stats::new(),
@@ -218,7 +219,7 @@ impl Orphan {
                 shards: uffds.len() as u32,
                 seal: keys.seal,
                 lost_pages,
-                granularity,
+                tuning,
                 // Used where the state directory is made.
                 disk_table_bytes: 0,
             },

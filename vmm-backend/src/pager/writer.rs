@@ -33,9 +33,6 @@ use crate::remote::{DataConn, Extent, ExtentError, Session, SubmitError};
 /// read up for long.
 const BATCH_BYTES: u64 = 256 << 10;
 
-/// Batches in flight at most, over all servers: enough to keep one busy while another is answered.
-const BATCHES_IN_FLIGHT: usize = 8;
-
 /// Pause after a server refused a slab.
 const LEASE_PAUSE: Duration = Duration::from_secs(1);
 
@@ -218,8 +215,13 @@ impl Writer {
         self.shared.page_size.pages_in(BATCH_BYTES, 1) as usize
     }
 
+    /// Over all servers, at most.
+    fn batches_in_flight(&self) -> usize {
+        self.shared.pace.queue_depth().get() as usize
+    }
+
     fn submit(&mut self) {
-        while self.in_flight.len() < BATCHES_IN_FLIGHT {
+        while self.in_flight.len() < self.batches_in_flight() {
             let orders = self.claim(self.batch_pages());
             if orders.is_empty() {
                 return;
@@ -384,7 +386,7 @@ impl Writer {
     fn lease_ahead(&mut self) {
         let batch = self.batch_pages();
         let wanting = self.claimed.len() + self.queue.len() + self.in_flight.len() * batch;
-        let enough = (wanting + BATCHES_IN_FLIGHT * batch) as u64;
+        let enough = (wanting + self.batches_in_flight() * batch) as u64;
         if wanting == 0 || self.shared.slots.room() >= enough {
             return;
         }

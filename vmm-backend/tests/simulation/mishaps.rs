@@ -50,7 +50,12 @@ impl Simulation {
             shared.budget.set_limit(world.limit + beyond);
             shared.staging.set_capacity(staging);
             shared.slots.set_keep_allowance(kept);
-            shared.granule.set(granule);
+            shared.pace.set_granule(granule);
+            let depth = world.random.between(1, 9);
+            let depth = depth.try_into().expect("within bounds");
+            shared.pace.set_queue_depth(depth);
+            let workers = world.random.between(1, 9);
+            shared.pace.set_workers(workers, SHARDS as u32);
             for slot in shared.staging.drain_retired() {
                 world.staging[slot.0 as usize] = None;
             }

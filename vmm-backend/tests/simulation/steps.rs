@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use outram_backend::engine::budget::Budget;
-use outram_backend::engine::granule::Granule;
+use outram_backend::engine::pace::Pace;
 use outram_backend::engine::policy::TwoQueues;
 use outram_backend::engine::seal::PageKey;
 use outram_backend::engine::shard::{FetchFailed, Shard};
@@ -97,7 +97,7 @@ pub(crate) fn shared(words: TableWords, seal: Seal, lost_pages: LostPages) -> Sh
         budget: Budget::new(LIMIT_FIRST, PageSize::BASE),
         staging: StagingPool::new(0),
         slots: SlotPool::new(SERVERS),
-        granule: Granule::default(),
+        pace: Pace::default(),
         key: PageKey::new(&[7; 32], seal),
         lost_pages,
         stats: Stats::new(),

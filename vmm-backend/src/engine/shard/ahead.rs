@@ -6,12 +6,8 @@
 //! ends it: it is fetched when somebody asks for it.
 
 use super::*;
-use crate::engine::granule::block_of;
+use crate::engine::pace::block_of;
 use crate::engine::prefetch::Window;
-
-/// Bytes fetched ahead of one stream at most: a quarter of a millisecond of a gigabyte a second, so that
-/// the fault behind a window waits for little more than its own page. None where a page is larger.
-pub(super) const WINDOW_BYTES: u64 = 256 << 10;
 
 impl<P: Ports> Shard<P> {
     /// Asks for a page that somebody waits for, and for those that are likely to be wanted next.
@@ -26,8 +22,9 @@ impl<P: Ports> Shard<P> {
     }
 
     fn fetch_ahead(&mut self, page: PageIndex, fault: Fault) {
-        let granule = self.shared.granule.pages();
-        self.prefetch.follow(granule);
+        let granule = self.shared.pace.granule();
+        let window = self.shared.pace.window(self.shared.page_size);
+        self.prefetch.follow(window, granule);
         let window = self.prefetch.note(page, fault.write);
         // Whatever is under way then has the wire and the room for itself.
         if self.ending || self.homing.is_some() || !self.frozen.is_empty() {

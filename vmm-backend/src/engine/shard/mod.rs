@@ -173,8 +173,8 @@ impl<P: Ports> Shard<P> {
     /// The owner of `range`, without any pages yet.
     pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
         let room = vec![0; shared.page_size.length()].into();
-        let window = shared.page_size.pages_in(ahead::WINDOW_BYTES, 0) as u32;
-        let prefetch = Prefetch::new(window, shared.granule.pages());
+        let window = shared.pace.window(shared.page_size);
+        let prefetch = Prefetch::new(window, shared.pace.granule());
         Self {
             range,
             parts: Vec::new(),

@@ -5,16 +5,12 @@ use crate::crash_points::{self, Point};
 use crate::engine::eviction::{Fate, RUN_BYTES, Run};
 use crate::engine::{SlotId, StagedPage};
 
-/// Runs handed out at once: one in work, one waiting, so that an evictor never idles, and two for
-/// those that end together.
-const RUNS_OUT_MOST: usize = 4;
-
 impl<P: Ports> Shard<P> {
     /// Hands out runs while the guest is above its watermark.
     pub(super) fn schedule_runs(&mut self) {
         let run_pages = self.shared.page_size.pages_in(RUN_BYTES, 1) as u32;
-        let granule = self.shared.granule.pages();
-        while self.runs_out.len() < RUNS_OUT_MOST && !self.ending {
+        let granule = self.shared.pace.granule();
+        while self.runs_out.len() < self.shared.pace.runs_out() && !self.ending {
             let share = self.share_of_shortage().min(run_pages);
             let share = share.next_multiple_of(granule);
             let most = share.min(self.free_staging(share));
@@ -65,7 +61,7 @@ impl<P: Ports> Shard<P> {
             unplugging,
             ..
         } = self;
-        let granule = shared.granule.pages();
+        let granule = shared.pace.granule();
         let chosen = policy.choose(most, granule, &mut |page| {
             shared.table.state(page) == State::Resident
                 && !pins.contains_key(&page)

@@ -158,7 +158,7 @@ fn lost_on_its_way_it_is_lost_for_who_asks_later() {
 /// Pages 16 to 39 lie on the server but for 19, and eight are moved together.
 fn in_blocks() -> Bench {
     let mut bench = Bench::new();
-    bench.shared.granule.set(8);
+    bench.shared.pace.set_granule(8);
     for page in (16..40).filter(|page| *page != 19) {
         bench.store_remotely(page, page as u8);
     }
@@ -191,10 +191,10 @@ fn what_is_moved_together_is_fetched_together() {
 fn what_is_moved_together_may_change_at_any_time() {
     let mut bench = in_blocks();
     bench.fault(21, READ);
-    bench.shared.granule.set(2);
+    bench.shared.pace.set_granule(2);
     bench.fault(24, READ);
     assert_eq!(asked(&mut bench)[7..], [(24, false), (25, true)]);
-    bench.shared.granule.set(1);
+    bench.shared.pace.set_granule(1);
     bench.fault(39, READ);
     assert_eq!(asked(&mut bench)[9..], [(39, false)]);
 }

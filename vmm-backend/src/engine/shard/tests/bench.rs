@@ -9,7 +9,7 @@ use outram_wire::units::PAGE_SIZE;
 
 use crate::engine::budget::Budget;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
-use crate::engine::granule::Granule;
+use crate::engine::pace::Pace;
 use crate::engine::policy::TwoQueues;
 use crate::engine::seal::PageKey;
 use crate::engine::shard::{Fault, Shard};
@@ -246,7 +246,7 @@ fn shared_with(limit: u64, staging: u32, lost_pages: LostPages) -> SharedRef {
         budget: Budget::new(limit, PageSize::BASE),
         staging: StagingPool::new(staging),
         slots,
-        granule: Granule::default(),
+        pace: Pace::default(),
         key: PageKey::new(&[3; 32], Seal::On),
         lost_pages,
         stats,

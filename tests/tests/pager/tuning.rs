@@ -1,0 +1,209 @@
+//! How a guest's memory is moved: how much of it at a time, by how many, and how much is on its way.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use nix::sys::signal::Signal;
+use outram_tests::hermetic::command::wait_for;
+use outram_wire::tuning::{QueueDepth, Tuning};
+use serde_json::json;
+
+use crate::crash::{FILLED, demand_answers, filled, load};
+use crate::fixture::{Guest, LONG, Lab, Wish, demand_sound, halt};
+
+pub(crate) const TESTS: &[crate::Test] = &[
+    ("pages_that_are_moved_together_come_together", together),
+    ("a_granularity_changes_under_load", changing),
+    ("workers_come_and_go_under_load", crew),
+    ("a_queue_depth_bounds_what_is_written_back", depth),
+];
+
+/// Pages of a block of 64 KiB.
+const BLOCK: u64 = 16;
+
+/// Blocks that are asked for: so far apart that they look like nobody's way through memory.
+const STEP: u64 = 60;
+
+const REQUESTS: u64 = 5;
+
+/// Asks for the sixth page of each of some blocks that lie on the server, `first` the first of them, and
+/// demands that so many pages of each are there then.
+fn ask_for_some(guest: &mut Guest, first: u64, expected: u64) -> Result<()> {
+    let mut blocks = Vec::new();
+    for block in (first..FILLED / BLOCK).step_by(STEP as usize) {
+        if guest.present(block * BLOCK, BLOCK)? == 0 {
+            blocks.push(block);
+        }
+    }
+    ensure!(blocks.len() >= REQUESTS as usize, "{blocks:?}");
+    let before = guest.status()?.counters;
+    for block in blocks.into_iter().take(REQUESTS as usize) {
+        let start = block * BLOCK;
+        guest.verify(start + 5, 1)?;
+        wait_for("the others of the block", LONG, || {
+            Ok((guest.present(start, BLOCK)? == expected).then_some(()))
+        })?;
+    }
+    let after = guest.status()?.counters;
+    let asked = after.faults_remote - before.faults_remote;
+    let unasked = after.fetched_ahead_pages - before.fetched_ahead_pages;
+    ensure!(
+        (asked, unasked) == (REQUESTS, REQUESTS * (expected - 1)),
+        "{asked} pages were asked for, and {unasked} came with them"
+    );
+    Ok(())
+}
+
+fn together(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let wish = Wish {
+        servers: &[&server.address],
+        ..Wish::default()
+    };
+    let mut guest = filled(lab, &wish)?;
+    guest.squeeze()?;
+    guest.settle()?;
+    ensure!(guest.status()?.granularity_bytes == Some(4096));
+    guest.set_granularity("64KiB".parse()?)?;
+    ensure!(guest.status()?.granularity_bytes == Some(65536));
+    ask_for_some(&mut guest, 0, BLOCK)?;
+    guest.kill_backend()?;
+    guest.take_over(lab, &wish)?;
+    ensure!(guest.status()?.granularity_bytes == Some(65536));
+    ask_for_some(&mut guest, 5, BLOCK)?;
+    guest.set_granularity("4KiB".parse()?)?;
+    ask_for_some(&mut guest, 10, 1)?;
+    guest.verify(0, FILLED)?;
+    guest.end(&[&server])
+}
+
+fn changing(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = filled(
+        lab,
+        &Wish {
+            servers: &[&server.address],
+            vcpus: 3,
+            ..Wish::default()
+        },
+    )?;
+    guest.squeeze()?;
+    let sent = load(&mut guest, 4.0)?;
+    for round in 0..40 {
+        let kib = 4 << (5 * round % 7);
+        guest.set_granularity(format!("{kib}KiB").parse()?)?;
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    demand_answers(&mut guest, sent)?;
+    let counters = guest.status()?.counters;
+    ensure!(counters.integrity_failures == 0 && counters.faults_lost == 0);
+    guest.end(&[&server])
+}
+
+/// Threads of a backend that evict.
+fn evictors(guest: &Guest) -> Result<u32> {
+    let mut found = 0;
+    for task in fs::read_dir(format!("/proc/{}/task", guest.backend_pid()))? {
+        let comm = task?.path().join("comm");
+        // One that ends meanwhile is none.
+        let name = fs::read_to_string(comm).unwrap_or_default();
+        found += u32::from(name.starts_with("evict-"));
+    }
+    Ok(found)
+}
+
+fn wait_for_crew(guest: &Guest, workers: u32) -> Result<()> {
+    wait_for("as many threads as workers", LONG, || {
+        Ok((evictors(guest)? == workers).then_some(()))
+    })?;
+    let told = guest.status()?.workers.map(u32::from);
+    ensure!(told == Some(workers), "{told:?} instead of {workers}");
+    Ok(())
+}
+
+fn of_workers(workers: u32) -> Result<Tuning> {
+    Ok(Tuning {
+        workers: Some(workers.try_into()?),
+        ..Tuning::default()
+    })
+}
+
+fn crew(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let wish = Wish {
+        servers: &[&server.address],
+        vcpus: 3,
+        ..Wish::default()
+    };
+    let mut guest = filled(lab, &wish)?;
+    // As many as shards.
+    wait_for_crew(&guest, 2)?;
+    guest.squeeze()?;
+    let sent = load(&mut guest, 4.0)?;
+    for workers in [1, 7, 3, 12, 1, 64, 5].into_iter().cycle().take(40) {
+        guest.set_tuning(of_workers(workers)?)?;
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    guest.set_tuning(of_workers(5)?)?;
+    demand_answers(&mut guest, sent)?;
+    wait_for_crew(&guest, 5)?;
+    guest.kill_backend()?;
+    guest.take_over(lab, &wish)?;
+    wait_for_crew(&guest, 5)?;
+    guest.verify(0, FILLED)?;
+    let counters = guest.status()?.counters;
+    ensure!(counters.integrity_failures == 0 && counters.faults_lost == 0);
+    guest.end(&[&server])
+}
+
+/// Bytes of a batch that is written back.
+const BATCH: u64 = 256 << 10;
+
+/// Waits until nothing more is sent; whole batches that were sent since `before`, rounded up.
+fn batches_sent(guest: &Guest, before: u64) -> Result<u64> {
+    let mut last = before;
+    let sent = wait_for("write-back to stand still", LONG, || {
+        std::thread::sleep(Duration::from_millis(500));
+        let sent = guest.status()?.counters.wire_sent_bytes;
+        let stands = sent > before && std::mem::replace(&mut last, sent) == sent;
+        Ok(stands.then_some(sent))
+    })?;
+    Ok((sent - before).div_ceil(BATCH + BATCH / 16))
+}
+
+/// A server that does not answer has as many batches of a guest at most as its queue is deep.
+fn depth(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let of_depth = |depth: u32| -> Result<Tuning> {
+        Ok(Tuning {
+            queue_depth: Some(depth.try_into()?),
+            ..Tuning::default()
+        })
+    };
+    let wish = Wish {
+        servers: &[&server.address],
+        ..Wish::default()
+    };
+    let mut guest = filled(lab, &wish)?;
+    ensure!(guest.status()?.queue_depth == Some(QueueDepth::default()));
+    guest.set_tuning(of_depth(1)?)?;
+    let before = guest.settle()?.counters.wire_sent_bytes;
+    halt(&server)?;
+    let more = 2000;
+    let filling = guest.send(0, "fill", json!({"page": FILLED, "pages": more}))?;
+    let shallow = batches_sent(&guest, before)?;
+    guest.set_tuning(of_depth(3)?)?;
+    let deep = batches_sent(&guest, before)?;
+    server.signal(Signal::SIGCONT)?;
+    ensure!(
+        (shallow, deep) == (1, 3),
+        "{shallow} batches with a queue depth of 1, {deep} with one of 3"
+    );
+    demand_sound(&guest.answer(filling)?)?;
+    guest.kill_backend()?;
+    guest.take_over(lab, &wish)?;
+    ensure!(guest.status()?.queue_depth.map(u32::from) == Some(3));
+    guest.verify(0, FILLED + more)?;
+    guest.end(&[&server])
+}
