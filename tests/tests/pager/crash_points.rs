@@ -5,7 +5,7 @@
 //! does one after which a page of the guest is not as it was last stored.
 
 use std::fs;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
@@ -168,6 +168,30 @@ fn filled(lab: &Lab, wish: &Wish<'_>) -> Result<Guest> {
     Ok(guest)
 }
 
+/// Waits for the answers to a load, which wait for a backend's successor where it dies meanwhile; whether
+/// it did.
+fn is_outlived(guest: &mut Guest, sent: Vec<u64>, lab: &Lab, wish: &Wish<'_>) -> Result<bool> {
+    let moment = Duration::from_millis(20);
+    let deadline = Instant::now() + LONG;
+    let mut awaited = sent.into_iter().peekable();
+    let mut has_died = false;
+    loop {
+        let is_last_look = awaited.peek().is_none();
+        if let Some(id) = awaited.peek()
+            && let Some(answer) = guest.vmm.poll(*id)?
+        {
+            demand_sound(&answer)?;
+            awaited.next();
+        } else if guest.dies_within(moment)? {
+            has_died = true;
+            guest.take_over(lab, wish)?;
+        } else if is_last_look {
+            return Ok(has_died);
+        }
+        ensure!(Instant::now() < deadline, "no answer\n{}", guest.log());
+    }
+}
+
 fn pages(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
     let servers = [server.address.as_str()];
@@ -181,14 +205,7 @@ fn pages(lab: &Lab) -> Result<()> {
         loop {
             let sent = load(&mut guest, round)?;
             round += 1;
-            // A load lasts as long as it takes to find out whether the backend has died.
-            let has_died = guest.dies_within(Duration::from_millis(600))?;
-            if has_died {
-                guest.take_over(lab, &wish)?;
-            }
-            for id in sent {
-                demand_sound(&guest.answer(id)?)?;
-            }
+            let has_died = is_outlived(&mut guest, sent, lab, &wish)?;
             if has_died {
                 return guest.verify(0, FILLED);
             }

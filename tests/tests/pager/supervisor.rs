@@ -215,6 +215,8 @@ fn replaced(lab: &Lab) -> Result<()> {
             let asked = Instant::now();
             guest.command(1, "touch", json!({"page": page, "pages": 1}))?;
             longest = longest.max(asked.elapsed());
+            // There are so many only.
+            std::thread::sleep(Duration::from_micros(500));
             if let Ok(now) = guest.control().and_then(|mut control| control.status()) {
                 status = now;
             }
