@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use outram_backend::engine::budget::Budget;
 use outram_backend::engine::policy::{Arrival, Policy, TwoQueues};
 use outram_backend::engine::slots::{SlabRef, SlotPool};
-use outram_backend::engine::staging::{StagingPool, Ticket};
-use outram_backend::engine::{PageIndex, PageRun, PageSize, SlotId};
+use outram_backend::engine::staging::{Spare, StagingPool, Ticket};
+use outram_backend::engine::{Generation, PageIndex, PageRun, PageSize, SlotId};
 use proptest::prelude::*;
 
 const SERVERS: usize = 2;
@@ -184,6 +184,8 @@ impl SlotModel {
 enum StagingOp {
     Take(u32),
     Release(usize),
+    KeepSpare(usize, u32, u64),
+    TakeSpare(u32, u64),
     StartWrite(usize),
     EndWrite(usize),
     SetCapacity(u32),
@@ -194,6 +196,9 @@ fn staging_ops() -> impl Strategy<Value = StagingOp> {
     prop_oneof![
         4 => (0..12u32).prop_map(StagingOp::Take),
         6 => any::<usize>().prop_map(StagingOp::Release),
+        4 => (any::<usize>(), 0..9u32, 0..3u64)
+            .prop_map(|(ticket, page, generation)| StagingOp::KeepSpare(ticket, page, generation)),
+        4 => (0..9u32, 0..3u64).prop_map(|(page, generation)| StagingOp::TakeSpare(page, generation)),
         6 => any::<usize>().prop_map(StagingOp::StartWrite),
         6 => any::<usize>().prop_map(StagingOp::EndWrite),
         1 => (0..40u32).prop_map(StagingOp::SetCapacity),
@@ -214,6 +219,8 @@ struct StagingModel {
     pool: StagingPool,
     capacity: u32,
     tickets: Vec<(Ticket, Hold)>,
+    /// Oldest first.
+    spares: Vec<Spare>,
 }
 
 impl StagingModel {
@@ -234,12 +241,15 @@ impl StagingModel {
                 Some(taken) => {
                     assert!(count <= self.available());
                     assert_eq!(taken.len(), count as usize);
+                    let free = self.available() as usize - self.spares.len();
+                    self.spares.drain(..taken.len().saturating_sub(free));
                     for ticket in taken {
                         assert!(ticket.slot.0 < self.capacity);
                         assert!(
                             self.in_use().all(|slot| slot != ticket.slot.0),
                             "taken twice"
                         );
+                        assert!(self.spares.iter().all(|spare| spare.slot != ticket.slot));
                         self.tickets.push((ticket, Hold::Held));
                     }
                 }
@@ -256,6 +266,38 @@ impl StagingModel {
                     Hold::Orphaned | Hold::Stale => return,
                 };
                 self.pool.release(ticket.slot);
+            }
+            StagingOp::KeepSpare(number, page, generation) => {
+                let Some(number) = nth(number, self.tickets.len()) else {
+                    return;
+                };
+                let (ticket, held) = &mut self.tickets[number];
+                if *held != Hold::Held {
+                    return;
+                }
+                *held = Hold::Stale;
+                let spare = Spare {
+                    slot: ticket.slot,
+                    page: PageIndex(page),
+                    generation: Generation(generation),
+                    is_sealed: generation == 1,
+                };
+                self.pool.keep_spare(spare);
+                if spare.slot.0 < self.capacity {
+                    self.spares.retain(|older| older.page != spare.page);
+                    self.spares.push(spare);
+                }
+            }
+            StagingOp::TakeSpare(page, generation) => {
+                let (page, generation) = (PageIndex(page), Generation(generation));
+                let kept = self.spares.iter().position(|spare| spare.page == page);
+                let kept = kept.map(|place| self.spares.remove(place));
+                let kept = kept.filter(|spare| spare.generation == generation);
+                assert_eq!(self.pool.take_spare(page, generation), kept);
+                if let Some(spare) = kept {
+                    assert_eq!(self.pool.in_use(), self.in_use().count() as u32 + 1);
+                    self.pool.release(spare.slot);
+                }
             }
             StagingOp::StartWrite(number) => {
                 let Some(number) = nth(number, self.tickets.len()) else {
@@ -283,6 +325,7 @@ impl StagingModel {
             StagingOp::SetCapacity(capacity) => {
                 self.pool.set_capacity(capacity);
                 self.capacity = capacity;
+                self.spares.retain(|spare| spare.slot.0 < capacity);
             }
             StagingOp::Drain => {
                 let retired = self.pool.drain_retired();
@@ -357,7 +400,7 @@ proptest! {
     fn staging_slots_are_held_once(ops in proptest::collection::vec(staging_ops(), 1..200)) {
         let capacity = 16;
         let pool = StagingPool::new(capacity);
-        let mut model = StagingModel { pool, capacity, tickets: Vec::new() };
+        let mut model = StagingModel { pool, capacity, tickets: Vec::new(), spares: Vec::new() };
         for op in ops {
             model.apply(op);
             model.check();

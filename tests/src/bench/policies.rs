@@ -6,9 +6,9 @@
 //! | `LRU` | evicts what was used longest ago: it sees every use |
 //! | `CLOCK` | a second chance for what was used since it was looked at last: hardware's accessed bits |
 //! | `FIFO` | evicts what came longest ago: sees faults alone |
-//! | `outram` | the pager's policy, as it is run: sees faults alone, evicts in runs and ahead of need, and its staging takes its share of the limit |
+//! | `outram` | the pager's policy, as it is run: sees faults alone, evicts in runs and ahead of need; its staging takes its share of the limit, and has what left last |
 //!
-//! A miss is a use of a page that is not local. Fetching ahead is left out: it hides misses, whatever the
+//! A miss is a use of a page that is not local; what comes back out of staging is no miss. Fetching ahead is left out: it hides misses, whatever the
 //! policy. Misses of the preparation are not counted.
 
 use std::collections::{BTreeSet, VecDeque};
@@ -222,6 +222,8 @@ enum Place {
     Remote,
     Resident,
     Staged,
+    /// On the servers, and in staging until its place there is another's.
+    Spare,
 }
 
 /// The pager's own policy and budget, in one shard.
@@ -234,6 +236,11 @@ struct Outram {
     /// Runs that left, and the miss at which their staging is free.
     leaving: VecDeque<(u64, PageRun)>,
     staged: u64,
+    /// Pages that became spare, and when, oldest first; some are so no longer.
+    spares: VecDeque<(u32, u64)>,
+    /// When each did last.
+    spare_since: Vec<u64>,
+    spare: u64,
     misses: u64,
 }
 
@@ -253,6 +260,9 @@ impl Outram {
             places: vec![Place::Remote; trace.pages],
             leaving: VecDeque::new(),
             staged: 0,
+            spares: VecDeque::new(),
+            spare_since: vec![0; trace.pages],
+            spare: 0,
             misses: 0,
         }
     }
@@ -266,8 +276,11 @@ impl Outram {
             for page in run.pages() {
                 let place = &mut self.places[page.0 as usize];
                 if *place == Place::Staged {
-                    *place = Place::Remote;
+                    *place = Place::Spare;
                     self.staged -= 1;
+                    self.spare += 1;
+                    self.spare_since[page.0 as usize] = at;
+                    self.spares.push_back((page.0, at));
                 }
             }
         }
@@ -287,6 +300,14 @@ impl Outram {
                 self.places[page.0 as usize] = Place::Staged;
             }
             self.staged += u64::from(run.count);
+            while self.staged + self.spare > self.staging {
+                let (page, since) = self.spares.pop_front().expect("one for each that is spare");
+                let place = &mut self.places[page as usize];
+                if *place == Place::Spare && self.spare_since[page as usize] == since {
+                    *place = Place::Remote;
+                    self.spare -= 1;
+                }
+            }
             self.budget.release(u64::from(run.count));
             self.leaving
                 .push_back((self.misses + WRITE_BACK_MISSES, run));
@@ -315,12 +336,16 @@ impl Cache for Outram {
                 self.staged -= 1;
                 Arrival::Refault
             }
+            Place::Spare => {
+                self.spare -= 1;
+                Arrival::Refault
+            }
             _ => Arrival::New,
         };
         self.places[page as usize] = Place::Resident;
         self.policy.arrived(PageIndex(page), arrival);
         self.make_room();
-        place == Place::Staged
+        matches!(place, Place::Staged | Place::Spare)
     }
 }
 

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::staging::Ticket;
+use super::staging::{Spare, Ticket};
 use super::table::{Entry, State};
 use super::tag::{Tag, fill_word};
 use super::{PageIndex, PageRun, Shared};
@@ -228,9 +228,18 @@ impl Run {
     }
 
     fn give_back_unused(&mut self, shared: &Shared) {
-        for (ticket, fate) in self.tickets.drain(..).zip(&self.fates) {
-            if !matches!(fate, Fate::Staged(_)) {
-                shared.staging.release(ticket.slot);
+        let fates = self.pages.pages().zip(&self.fates);
+        for (ticket, (page, fate)) in self.tickets.drain(..).zip(fates) {
+            match fate {
+                Fate::Staged(_) => {}
+                // What was read to see whether it is unchanged.
+                Fate::Clean => shared.staging.keep_spare(Spare {
+                    slot: ticket.slot,
+                    page,
+                    generation: shared.table.load(page).generation,
+                    is_sealed: false,
+                }),
+                Fate::Stays | Fate::Filled => shared.staging.release(ticket.slot),
             }
         }
     }

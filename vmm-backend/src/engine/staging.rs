@@ -4,11 +4,17 @@
 //! claims it for the time of a write; a page taken back meanwhile leaves the slot to the writer's
 //! end. Tickets carry a turn number, so that a stale write-back order finds out that the slot has
 //! moved on.
+//!
+//! A slot whose page's bytes are safe elsewhere too may be left as a *spare copy*: it is as good as free,
+//! and while it is nobody else's, the page may be had back from it. So what left last, and was perhaps
+//! evicted too early, costs no server, in memory that staging takes anyway. The oldest are given to others
+//! first. That the bytes are the page's is for whoever takes them to check, by the page's tag.
 
+use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::StagingSlot;
+use super::{Generation, PageIndex, StagingSlot};
 
 /// A slot at one turn of its use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,6 +30,8 @@ enum Use {
     Free,
     /// Not in use, and not to be used: beyond the capacity.
     Retired,
+    /// As good as free, with bytes that their page may have back.
+    Spare,
     /// Holds a page's bytes.
     Held,
     /// Holds a page's bytes, which are being written to a server.
@@ -32,10 +40,27 @@ enum Use {
     Orphaned,
 }
 
+/// A copy of a page that is safe elsewhere too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spare {
+    /// Where it lies.
+    pub slot: StagingSlot,
+    /// Whose it is.
+    pub page: PageIndex,
+    /// Which of its contents.
+    pub generation: Generation,
+    /// Whether it lies there as it left for the server, or as the guest had it.
+    pub is_sealed: bool,
+}
+
 #[derive(Debug)]
 struct Slots {
     uses: Vec<(Use, u32)>,
     free: Vec<u32>,
+    /// One a page, each in a slot that is [`Use::Spare`].
+    spares: HashMap<PageIndex, Spare>,
+    /// Slots that became spare at a turn of theirs, and for which page, oldest first; some are so no longer.
+    spare_since: VecDeque<(u32, u32, PageIndex)>,
     capacity: u32,
     retired: Vec<StagingSlot>,
 }
@@ -48,6 +73,48 @@ pub struct StagingPool {
     starved: AtomicBool,
 }
 
+impl Slots {
+    fn put_back(&mut self, slot: StagingSlot) {
+        if slot.0 < self.capacity {
+            self.uses[slot.0 as usize].0 = Use::Free;
+            self.free.push(slot.0);
+        } else {
+            self.uses[slot.0 as usize].0 = Use::Retired;
+            self.retired.push(slot);
+        }
+    }
+
+    /// Frees so many of the slots with spare copies, or all.
+    fn free_spares(&mut self, mut count: usize) {
+        while count > 0
+            && let Some((slot, turn, page)) = self.spare_since.pop_front()
+        {
+            if self.uses[slot as usize] == (Use::Spare, turn) {
+                self.spares.remove(&page);
+                self.put_back(StagingSlot(slot));
+                count -= 1;
+            }
+        }
+    }
+
+    fn drop_spares(&mut self, is_dropped: impl Fn(&Spare) -> bool) {
+        let dropped: Vec<Spare> = self.spares.values().copied().filter(is_dropped).collect();
+        for spare in dropped {
+            self.spares.remove(&spare.page);
+            self.put_back(spare.slot);
+        }
+    }
+
+    /// Forgets since when slots were spare that are so no longer, before they outnumber the others.
+    fn tidy_spares(&mut self) {
+        if self.spare_since.len() > 2 * self.capacity as usize {
+            let uses = &self.uses;
+            self.spare_since
+                .retain(|(slot, turn, _)| uses[*slot as usize] == (Use::Spare, *turn));
+        }
+    }
+}
+
 impl StagingPool {
     /// A pool of `capacity` slots.
     pub fn new(capacity: u32) -> Self {
@@ -55,6 +122,8 @@ impl StagingPool {
             slots: Mutex::new(Slots {
                 uses: Vec::new(),
                 free: Vec::new(),
+                spares: HashMap::new(),
+                spare_since: VecDeque::new(),
                 capacity: 0,
                 retired: Vec::new(),
             }),
@@ -76,6 +145,7 @@ impl StagingPool {
     pub fn set_capacity(&self, capacity: u32) {
         let mut slots = self.slots();
         slots.capacity = capacity;
+        slots.drop_spares(|spare| spare.slot.0 >= capacity);
         let known = slots.uses.len() as u32;
         for slot in known..capacity {
             slots.uses.push((Use::Retired, 0));
@@ -113,9 +183,10 @@ impl StagingPool {
         (slots.uses.len() - retired + slots.retired.len()) as u64
     }
 
-    /// Free slots.
+    /// Slots that are free or as good as.
     pub fn available(&self) -> u32 {
-        self.slots().free.len() as u32
+        let slots = self.slots();
+        (slots.free.len() + slots.spares.len()) as u32
     }
 
     /// Notes that a shard needs slots and found none. It looks once more after that.
@@ -133,7 +204,7 @@ impl StagingPool {
     /// Slots in use.
     pub fn in_use(&self) -> u32 {
         let slots = self.slots();
-        let idle = |used: Use| matches!(used, Use::Free | Use::Retired);
+        let idle = |used: Use| matches!(used, Use::Free | Use::Spare | Use::Retired);
         slots.uses.iter().filter(|(used, _)| !idle(*used)).count() as u32
     }
 
@@ -145,6 +216,11 @@ impl StagingPool {
     /// Takes `count` slots, or none.
     pub fn take(&self, count: u32) -> Option<Vec<Ticket>> {
         let mut slots = self.slots();
+        let lacking = (count as usize).saturating_sub(slots.free.len());
+        if lacking > slots.spares.len() {
+            return None;
+        }
+        slots.free_spares(lacking);
         let keep = slots.free.len().checked_sub(count as usize)?;
         let mut taken = slots.free.split_off(keep);
         taken.reverse();
@@ -166,6 +242,12 @@ impl StagingPool {
         )
     }
 
+    /// Ends all spare copies.
+    #[cfg(test)]
+    pub(super) fn drop_spares(&self) {
+        self.slots().drop_spares(|_| true);
+    }
+
     /// Takes a slot that a page held before the process was started anew. Before the capacity is
     /// set; `None` where it is taken already.
     pub fn claim(&self, slot: StagingSlot) -> Option<Ticket> {
@@ -182,14 +264,35 @@ impl StagingPool {
         Some(Ticket { slot, turn: 1 })
     }
 
-    fn put_back(slots: &mut Slots, slot: StagingSlot) {
-        if slot.0 < slots.capacity {
-            slots.uses[slot.0 as usize].0 = Use::Free;
-            slots.free.push(slot.0);
-        } else {
-            slots.uses[slot.0 as usize].0 = Use::Retired;
-            slots.retired.push(slot);
+    /// Its page's bytes are safe elsewhere: the page no longer needs the slot, and may have it back.
+    pub fn keep_spare(&self, spare: Spare) {
+        let mut slots = self.slots();
+        let (used, turn) = slots.uses[spare.slot.0 as usize];
+        assert_eq!(used, Use::Held, "staging slot {} is kept", spare.slot.0);
+        if spare.slot.0 >= slots.capacity {
+            return slots.put_back(spare.slot);
         }
+        slots.uses[spare.slot.0 as usize].0 = Use::Spare;
+        if let Some(older) = slots.spares.insert(spare.page, spare) {
+            slots.put_back(older.slot);
+        }
+        slots.tidy_spares();
+        slots
+            .spare_since
+            .push_back((spare.slot.0, turn, spare.page));
+    }
+
+    /// The spare copy of a page at a generation, if there is one: the slot is held, and to be released.
+    pub fn take_spare(&self, page: PageIndex, generation: Generation) -> Option<Spare> {
+        let mut slots = self.slots();
+        let spare = slots.spares.remove(&page)?;
+        if spare.generation != generation {
+            slots.put_back(spare.slot);
+            return None;
+        }
+        let (used, turn) = &mut slots.uses[spare.slot.0 as usize];
+        (*used, *turn) = (Use::Held, turn.wrapping_add(1));
+        Some(spare)
     }
 
     /// The page no longer needs its slot. Freed at once, or by [`Self::end_write`] if it is being
@@ -197,7 +300,7 @@ impl StagingPool {
     pub fn release(&self, slot: StagingSlot) {
         let mut slots = self.slots();
         match slots.uses[slot.0 as usize].0 {
-            Use::Held => Self::put_back(&mut slots, slot),
+            Use::Held => slots.put_back(slot),
             Use::Writing => slots.uses[slot.0 as usize].0 = Use::Orphaned,
             used => panic!("staging slot {} released while {used:?}", slot.0),
         }
@@ -224,7 +327,7 @@ impl StagingPool {
                 true
             }
             (Use::Orphaned, turn) if turn == ticket.turn => {
-                Self::put_back(&mut slots, ticket.slot);
+                slots.put_back(ticket.slot);
                 false
             }
             other => panic!(
@@ -282,6 +385,75 @@ mod tests {
         pool.release(beyond.slot);
         assert_eq!((pool.available(), pool.in_use()), (3, 0));
         assert_eq!(pool.drain_retired(), [StagingSlot(7)]);
+    }
+
+    fn spare(slot: StagingSlot, page: u32, generation: u64) -> Spare {
+        Spare {
+            slot,
+            page: PageIndex(page),
+            generation: Generation(generation),
+            is_sealed: true,
+        }
+    }
+
+    #[test]
+    fn a_spare_copy_is_there_until_its_slot_is_anothers() {
+        let pool = StagingPool::new(2);
+        let taken = pool.take(2).expect("two are free");
+        let (older, newer) = (spare(taken[0].slot, 7, 1), spare(taken[1].slot, 8, 1));
+        pool.keep_spare(older);
+        pool.keep_spare(newer);
+        assert_eq!((pool.available(), pool.in_use()), (2, 0));
+        assert_eq!(pool.take_spare(newer.page, newer.generation), Some(newer));
+        assert_eq!(pool.take_spare(newer.page, newer.generation), None);
+        assert_eq!((pool.available(), pool.in_use()), (1, 1));
+        let other = pool.take(1).expect("as good as free")[0];
+        assert_eq!(other.slot, older.slot);
+        assert_eq!(pool.take_spare(older.page, older.generation), None);
+        assert!(pool.take(1).is_none());
+        pool.release(newer.slot);
+        pool.release(other.slot);
+        assert_eq!((pool.available(), pool.in_use()), (2, 0));
+    }
+
+    #[test]
+    fn the_oldest_spare_copies_go_first() {
+        let pool = StagingPool::new(3);
+        for (ticket, page) in pool.take(3).expect("three are free").into_iter().zip(7..) {
+            pool.keep_spare(spare(ticket.slot, page, 1));
+        }
+        let again = pool.take_spare(PageIndex(7), Generation(1)).expect("there");
+        pool.keep_spare(again);
+        assert_eq!(pool.take(1).map(|taken| taken.len()), Some(1));
+        let left = [7, 8, 9].map(|page| pool.take_spare(PageIndex(page), Generation(1)).is_some());
+        assert_eq!(left, [true, false, true]);
+    }
+
+    #[test]
+    fn a_page_has_one_spare_copy_and_none_of_an_earlier_content() {
+        let pool = StagingPool::new(3);
+        let taken = pool.take(2).expect("two are free");
+        pool.keep_spare(spare(taken[0].slot, 7, 1));
+        pool.keep_spare(spare(taken[1].slot, 7, 2));
+        assert_eq!((pool.available(), pool.in_use()), (3, 0));
+        assert_eq!(pool.take_spare(PageIndex(7), Generation(3)), None);
+        assert_eq!(
+            (pool.available(), pool.take(3).map(|all| all.len())),
+            (3, Some(3))
+        );
+    }
+
+    #[test]
+    fn a_smaller_capacity_ends_spare_copies_beyond_it() {
+        let pool = StagingPool::new(2);
+        for (ticket, page) in pool.take(2).expect("two are free").into_iter().zip(7..) {
+            pool.keep_spare(spare(ticket.slot, page, 1));
+        }
+        pool.set_capacity(1);
+        assert_eq!((pool.available(), pool.backed()), (1, 2));
+        assert_eq!(pool.drain_retired(), [StagingSlot(1)]);
+        assert!(pool.take_spare(PageIndex(7), Generation(1)).is_some());
+        assert!(pool.take_spare(PageIndex(8), Generation(1)).is_none());
     }
 
     #[test]

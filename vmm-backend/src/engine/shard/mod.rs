@@ -167,12 +167,16 @@ pub struct Shard<P: Ports> {
     answered_wait_us: u64,
     /// A page's worth of room, for bytes on their way.
     room: Box<[u8]>,
+    /// The same, for a copy that was found in staging.
+    spare: Box<[u8]>,
+    /// The same, where a tag is made of such a copy.
+    resealed: Vec<u8>,
 }
 
 impl<P: Ports> Shard<P> {
     /// The owner of `range`, without any pages yet.
     pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
-        let room = vec![0; shared.page_size.length()].into();
+        let room: Box<[u8]> = vec![0; shared.page_size.length()].into();
         let window = shared.pace.window(shared.page_size);
         let prefetch = Prefetch::new(window, shared.pace.granule());
         Self {
@@ -204,6 +208,8 @@ impl<P: Ports> Shard<P> {
             zero_ahead: 1,
             prefetch,
             answered_wait_us: 0,
+            spare: room.clone(),
+            resealed: Vec::new(),
             room,
         }
     }
@@ -366,7 +372,7 @@ impl<P: Ports> Shard<P> {
                 Some(ticket) if pending.is_idle() => self.stage_moved(page, entry, bytes, ticket),
                 ticket => {
                     self.end_move(ticket);
-                    self.install_fetched(page, entry, bytes, pending);
+                    self.install_fetched(page, entry, bytes, FaultKind::Remote, pending);
                 }
             }
             return;
@@ -527,8 +533,9 @@ impl<P: Ports> Shard<P> {
             State::Staged => self.take_back(page, entry, pending),
             State::Stored => match pending.fetched.take() {
                 Some((of, bytes)) if of == entry => {
-                    self.install_fetched(page, entry, &bytes, pending);
+                    self.install_fetched(page, entry, &bytes, FaultKind::Remote, pending);
                 }
+                _ if self.finds_spare(page, &entry) => self.install_spare(page, entry, pending),
                 _ => self.fetch_on_demand(page, entry, pending),
             },
         }
@@ -780,11 +787,40 @@ impl<P: Ports> Shard<P> {
         reachable
     }
 
+    /// Looks for a copy of a stored page that staging still has: a whole one is in `spare` then.
+    fn finds_spare(&mut self, page: PageIndex, entry: &Entry) -> bool {
+        let Some(found) = self.shared.staging.take_spare(page, entry.generation) else {
+            return false;
+        };
+        self.ports.read_staged(found.slot, &mut self.spare);
+        self.shared.staging.release(found.slot);
+        let key = &self.shared.key;
+        let is_whole = if found.is_sealed || !key.seals() {
+            let opened = key.open(page, entry.generation, entry.tag, &mut self.spare);
+            opened.is_ok()
+        } else {
+            key.tag(page, entry.generation, &self.spare, &mut self.resealed) == entry.tag
+        };
+        if !is_whole {
+            // Its server has another.
+            self.shared.stats.refused_reads.count();
+        }
+        is_whole
+    }
+
+    /// Installs what [`Shard::finds_spare`] has found: what came from the page's server otherwise.
+    fn install_spare(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
+        let bytes = std::mem::take(&mut self.spare);
+        self.install_fetched(page, entry, &bytes, FaultKind::Staged, pending);
+        self.spare = bytes;
+    }
+
     fn install_fetched(
         &mut self,
         page: PageIndex,
         entry: Entry,
         bytes: &[u8],
+        kind: FaultKind,
         mut pending: Pending,
     ) {
         let slots = &self.shared.slots;
@@ -819,7 +855,11 @@ impl<P: Ports> Shard<P> {
         if how == Install::Again {
             pending.fetched = Some((entry, bytes.into()));
         }
-        self.end_install(page, how, next, Arrival::New, FaultKind::Remote, pending);
+        let arrival = match kind {
+            FaultKind::Staged => Arrival::Refault,
+            _ => Arrival::New,
+        };
+        self.end_install(page, how, next, arrival, kind, pending);
         crash_points::pass(Point::FetchMarked);
         self.free_slot(unused);
     }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::crash_points::{self, Point};
 use crate::engine::eviction::{Fate, RUN_BYTES, Run};
+use crate::engine::staging::Spare;
 use crate::engine::{SlotId, StagedPage};
 
 impl<P: Ports> Shard<P> {
@@ -230,7 +231,12 @@ impl<P: Ports> Shard<P> {
                 if !staged.is_sealed {
                     self.staged_plain.remove(&page);
                 }
-                self.shared.staging.release(staged.staging.slot);
+                self.shared.staging.keep_spare(Spare {
+                    slot: staged.staging.slot,
+                    page,
+                    generation: staged.generation,
+                    is_sealed: staged.is_sealed,
+                });
                 self.move_if_vacating(page);
             }
             // Taken back while it was being written, and not staged again since: the slot is a

@@ -257,6 +257,8 @@ fn shared_with(limit: u64, staging: u32, lost_pages: LostPages) -> SharedRef {
 pub(super) struct Bench {
     pub(super) shard: Shard<Script>,
     pub(super) shared: SharedRef,
+    /// Whether pages may be had back from slots that they no longer need.
+    pub(super) keeps_spares: bool,
 }
 
 impl Bench {
@@ -295,6 +297,7 @@ impl Bench {
         Self {
             shard,
             shared: Arc::clone(shared),
+            keeps_spares: false,
         }
     }
 
@@ -354,7 +357,14 @@ impl Bench {
     pub(super) fn end_run(&mut self, mut run: Run) {
         self.advance(&mut run, 5);
         self.shard.on_run_done(&run);
+        self.drop_spares();
         self.shard.pump();
+    }
+
+    fn drop_spares(&self) {
+        if !self.keeps_spares {
+            self.shared.staging.drop_spares();
+        }
     }
 
     /// Ends a run, after which the guest discards a page, before the owner hears of either.
@@ -362,6 +372,7 @@ impl Bench {
         self.advance(&mut run, 5);
         self.punch(page);
         self.shard.on_run_done(&run);
+        self.drop_spares();
         self.shard.pump();
     }
 
@@ -383,6 +394,7 @@ impl Bench {
 
     pub(super) fn end_write(&mut self, (staged, slot): (StagedPage, SlotId)) {
         self.shard.on_written_back(staged, slot);
+        self.drop_spares();
         self.shard.pump();
     }
 

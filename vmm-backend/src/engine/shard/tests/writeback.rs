@@ -2,6 +2,7 @@
 
 use super::bench::*;
 use crate::engine::PageIndex;
+use crate::engine::stats::FaultKind;
 use crate::engine::table::State;
 
 #[test]
@@ -30,6 +31,73 @@ fn a_page_taken_back_while_it_is_written_keeps_the_copy() {
     bench.evict_all();
     assert_eq!(bench.state(7), State::Stored);
     assert!(bench.world().orders.is_empty(), "not written twice");
+}
+
+#[test]
+fn a_stored_page_comes_back_from_where_it_was_staged() {
+    let mut bench = Bench::new();
+    bench.keeps_spares = true;
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert!(bench.world().fetches.is_empty(), "nothing was asked for");
+    let entry = bench.entry(7);
+    assert!(!entry.dirty && entry.protected && entry.slot.is_some());
+    assert_eq!(bench.shared.stats.faults(FaultKind::Staged), 1);
+    // Unchanged, it goes without being written, and is had back from what was read of it then.
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Stored);
+    bench.fault(7, WRITE);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert!(bench.world().fetches.is_empty() && bench.world().orders.is_empty());
+    assert_eq!(bench.shared.staging.in_use(), 0);
+}
+
+#[test]
+fn once_its_place_in_staging_is_anothers_a_page_comes_from_its_server() {
+    let mut bench = Bench::new();
+    bench.keeps_spares = true;
+    bench.shared.staging.set_capacity(1);
+    bench.store_remotely(7, 1);
+    bench.touch(8, 2);
+    bench.evict_all();
+    bench.fault(7, READ);
+    bench.answer(1);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
+fn a_spoilt_copy_in_staging_is_not_taken() {
+    for is_clean in [false, true] {
+        let mut bench = Bench::new();
+        bench.keeps_spares = true;
+        bench.store_remotely(7, 1);
+        if is_clean {
+            bench.fault(7, READ);
+            bench.evict_all();
+        }
+        for copy in bench.world().staging.values_mut() {
+            copy[9] ^= 1;
+        }
+        bench.fault(7, READ);
+        assert_eq!(bench.read(7), None);
+        bench.answer(1);
+        assert_eq!(bench.read(7), Some(bytes(1)));
+        assert_eq!(bench.shared.stats.refused_reads.get(), 1);
+        assert_eq!(bench.shared.stats.integrity_failures.get(), 0);
+    }
+}
+
+#[test]
+fn a_page_given_back_since_has_no_copy_in_staging() {
+    let mut bench = Bench::new();
+    bench.keeps_spares = true;
+    bench.store_remotely(7, 1);
+    bench.punch(7);
+    bench.remove(7);
+    bench.fault(7, READ);
+    let read = bench.read(7).expect("zeros are there");
+    assert!(read.iter().all(|byte| *byte == 0));
 }
 
 #[test]
