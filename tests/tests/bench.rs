@@ -3,13 +3,17 @@
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::{Arguments, Trial};
-use outram_tests::bench::phase::Run;
+use outram_tests::bench::layout::{Kind, Layout};
+use outram_tests::bench::mix::play::{Place, Player, Rules, together};
+use outram_tests::bench::phase::{Run, Task};
 use outram_tests::bench::results::Results;
 use outram_tests::hermetic::sandbox;
 use outram_tests::hermetic::suite::{Skipped, outcome};
+use outram_tests::small_vmm::client::SmallVmm;
 
 /// Runs the program; what it said.
 fn bench(words: &[&str]) -> Result<String> {
@@ -130,10 +134,94 @@ fn every_row_is_there() -> Result<()> {
     Ok(())
 }
 
+/// Two guests at once, the smaller limit no less than the least.
+fn a_mix_is_measured() -> Result<()> {
+    if let Some(reason) = sandbox::obstacle_without_libvirt() {
+        return Err(Skipped(reason).into());
+    }
+    let folder = tempfile::tempdir()?;
+    let out = folder.path().display().to_string();
+    let small = "mix --guests sequential-write,kmeans:0.75 --rounds 1 --workload-mib 34 --out";
+    let table = bench(&small.split(' ').chain([out.as_str()]).collect::<Vec<_>>())?;
+    let path = folder.path().join("mix.json");
+    let results = Results::load(&path)?;
+    ensure!(results.mixes.len() == 1, "{} mixes", results.mixes.len());
+    for (guest, local_ratio) in results.mixes[0].guests.iter().zip([0.5, 0.75]) {
+        ensure!(guest.local_ratio == local_ratio, "{guest:?}");
+        let truth = guest.alone_local.first().context("no run alone")?;
+        for runs in [&guest.mixed_local, &guest.alone, &guest.mixed] {
+            ensure!(runs.len() == 1, "{guest:?}");
+            truth.demand_same(&runs[0])?;
+        }
+        for run in [&guest.alone[0], &guest.mixed[0]] {
+            let counted = |name: &str| run.counters.get(name).copied().unwrap_or(0);
+            let fetched = counted("faults_remote") + counted("fetched_ahead_pages");
+            ensure!(
+                fetched > 1000 && counted("evicted_pages") > 1000,
+                "{guest:?}"
+            );
+            let latency = run.remote_faults.as_ref().context("no latency")?;
+            ensure!(latency.us_p99 >= latency.us_p50, "{latency:?}");
+        }
+    }
+    ensure!(
+        results.ratios.len() == 8,
+        "two of each guest, four of both: {:?}",
+        results.ratios
+    );
+    let shown = bench(&["show", &path.display().to_string()])?;
+    ensure!(table.starts_with(&shown), "{shown} is not of\n{table}");
+    for wanted in ["kmeans at 0.75", "Jain's index", "CPU of helper"] {
+        ensure!(shown.contains(wanted), "'{wanted}' is not in:\n{shown}");
+    }
+    Ok(())
+}
+
+/// One of two guests comes to something else than it should; the other is at work meanwhile.
+fn a_wrong_result_ends_a_mix() -> Result<()> {
+    let cpu = Layout::new(Kind::Shared)?.vcpu[0].to_string();
+    let player = |truth: Option<Run>| -> Result<Player> {
+        let task = Task {
+            name: "sequential-write".to_owned(),
+            bytes: 1 << 20,
+            seed: 1,
+            compute: 0,
+        };
+        let mut command = Command::new(env!("CARGO_BIN_EXE_bench"));
+        command.args(["runner", "--memory", "memfd", "--cpus", &cpu]);
+        command.args(["--task", &serde_json::to_string(&task)?]);
+        Ok(Player {
+            place: Place::Local(SmallVmm::spawn(command)?),
+            task,
+            truth,
+            begun: 0,
+        })
+    };
+    let rules = Rules {
+        times: 2,
+        patience: Duration::from_secs(60),
+        server: std::process::id(),
+    };
+    let played = together(&mut [player(None)?, player(None)?], rules)?;
+    ensure!(played.runs[0].operations == 256, "{:?}", played.runs);
+    let wrong = Run {
+        checksum: 1,
+        ..played.runs[0].clone()
+    };
+    let error = together(&mut [player(None)?, player(Some(wrong))?], rules).err();
+    let said = format!("{:#}", error.context("it was taken")?);
+    ensure!(said.contains("WRONG RESULT"), "{said}");
+    Ok(())
+}
+
 fn nonsense_is_refused() -> Result<()> {
     for words in [
         "compare /dev/null /dev/null",
         "run --layout diagonal",
+        "mix --guests kv-4k",
+        "mix --local-ratio 0",
+        "mix --rounds 0",
+        "mix --workload-mib 4",
         "runner --memory huge --task {} --cpus 0",
         "runner --memory tape --task {} --cpus 0",
     ] {
@@ -147,6 +235,10 @@ fn main() -> ExitCode {
     let trials = vec![
         Trial::ignorable_test("a_tiny_run_leaves_every_row", || {
             outcome(every_row_is_there())
+        }),
+        Trial::ignorable_test("a_mix_is_measured", || outcome(a_mix_is_measured())),
+        Trial::ignorable_test("a_wrong_result_ends_a_mix", || {
+            outcome(a_wrong_result_ends_a_mix())
         }),
         Trial::ignorable_test("nonsense_is_refused", || outcome(nonsense_is_refused())),
     ];

@@ -11,7 +11,7 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::layout;
 use super::page_store::Store;
@@ -68,6 +68,7 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
         "huge" | "memfd" => drive(
             session,
             start(session, memory, task, &[])?,
+            task,
             LOCAL_TIMES,
             None,
         ),
@@ -81,7 +82,8 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
                 ("--store", &store.address),
                 ("--pager-cpus", &list(&session.layout.pager)),
             ];
-            drive(session, start(session, "paged", task, &paging)?, 1, None)
+            let runner = start(session, "paged", task, &paging)?;
+            drive(session, runner, task, 1, None)
         }
         "zram" | "swap-file" => {
             let swap = swap(session, memory, bytes * 2)?;
@@ -98,7 +100,7 @@ fn swapped(session: &Session, swap: &Swap, task: &Task, limit: u64) -> Result<Ru
     let group = HardLimit::with_swap(limit + PROCESS_BYTES)?;
     let runner = start(session, "base", task, &[])?;
     group.add(runner.pid() as u32)?;
-    let run = drive(session, runner, 1, Some(&group))?;
+    let run = drive(session, runner, task, 1, Some(&group))?;
     ensure!(
         run.major_faults > 0,
         "nothing was swapped in: the cgroup's limit has no effect here"
@@ -111,7 +113,13 @@ fn list(cpus: &[usize]) -> String {
     words.join(",")
 }
 
-fn start(session: &Session, memory: &str, task: &Task, more: &[(&str, &str)]) -> Result<SmallVmm> {
+/// Starts a runner of a workload on a kind of memory.
+pub fn start(
+    session: &Session,
+    memory: &str,
+    task: &Task,
+    more: &[(&str, &str)],
+) -> Result<SmallVmm> {
     let mut command = Command::new(&session.program);
     command.args(["runner", "--memory", memory]);
     command.args(["--task", &serde_json::to_string(task)?]);
@@ -127,13 +135,11 @@ fn start(session: &Session, memory: &str, task: &Task, more: &[(&str, &str)]) ->
 fn drive(
     session: &Session,
     mut runner: SmallVmm,
+    task: &Task,
     times: usize,
     group: Option<&HardLimit>,
 ) -> Result<Run> {
-    let mut work = |phase: &str| {
-        let asked = runner.send(json!({"do": phase}))?;
-        runner.wait(asked, session.settings.patience)
-    };
+    let mut work = |phase: &str| task.command(&mut runner, phase, session.settings.patience);
     let result = median(times, || {
         work("prepare")?;
         let mut run = work("run")?;
@@ -162,6 +168,11 @@ pub fn median(times: usize, mut run: impl FnMut() -> Result<Value>) -> Result<Ru
         }
         runs.push(run);
     }
+    middle(runs)
+}
+
+/// The run of median length.
+pub fn middle(mut runs: Vec<Run>) -> Result<Run> {
     runs.sort_by(|one, other| one.seconds.total_cmp(&other.seconds));
     ensure!(!runs.is_empty(), "nothing was run");
     Ok(runs.swap_remove(runs.len() / 2))

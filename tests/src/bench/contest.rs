@@ -7,17 +7,14 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use outram_wire::granularity::Granularity;
-use serde_json::json;
 
 use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, PARTLY_LOCAL, SWAPPED};
-use super::phase::{Run, Subject, Task};
+use super::bill::rise;
+use super::phase::{Run, Task};
 use super::results::{Missing, Series};
 use super::session::Session;
 use super::workloads::catalogue;
-use crate::small_lab::{Guest, LEAST};
-
-/// RAM is made of such steps, so that the kernel's huge pages would fit.
-const STEP_MIB: u64 = 2;
+use crate::small_lab::Guest;
 
 /// The memory that is ours.
 pub const OUTRAM: &str = "outram";
@@ -83,8 +80,7 @@ impl<'a> Contest<'a> {
         let rounds = settings.rounds;
         self.session
             .say(&format!("round {} of {rounds}: {name}", round + 1));
-        let footprint = Subject::new(&task)?.footprint() as u64;
-        let mib = footprint.div_ceil(1 << 20).next_multiple_of(STEP_MIB);
+        let mib = task.memory_mib()?;
         for memory in ALL_LOCAL {
             self.run_baseline(memory, &task, mib << 20, 1.0, name)?;
         }
@@ -95,7 +91,7 @@ impl<'a> Contest<'a> {
                 ours.extend(others.map(|other| (format!("{OUTRAM} by {other}"), *other)));
             }
             for (memory, granularity) in ours {
-                let run = self.run_outram(&task, mib, local, granularity);
+                let run = self.run_outram(&task, local, granularity);
                 let run = run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
                 self.note(&memory, name, mib << 20, local, run)?;
             }
@@ -133,25 +129,13 @@ impl<'a> Contest<'a> {
         }
     }
 
-    fn run_outram(
-        &self,
-        task: &Task,
-        mib: u64,
-        local: f64,
-        granularity: Granularity,
-    ) -> Result<Run> {
-        let limit = ((mib << 20) as f64 * local) as u64;
-        ensure!(
-            limit >= LEAST,
-            "{limit} bytes of local memory are less than the least, {LEAST}: use more data"
-        );
+    fn run_outram(&self, task: &Task, local: f64, granularity: Granularity) -> Result<Run> {
         let session = &*self.session;
-        let mut guest = session.guest(mib, 1, limit)?;
+        let mut guest = session.guest(task.memory_mib()?, 1, task.limit_bytes(local)?)?;
         guest.set_granularity(granularity)?;
         let patience = session.settings.patience;
         let work = |guest: &mut Guest, phase: &str| -> Result<serde_json::Value> {
-            let asked = guest.send(0, "workload", json!({"task": task, "phase": phase}))?;
-            let answer = guest.vmm.wait(asked, patience);
+            let answer = task.command(&mut guest.vmm, phase, patience);
             let answer = answer.map_err(|error| error.context(guest.log()))?;
             // Inputs that are still on their way out would be measured with the run.
             guest.settle()?;
@@ -161,13 +145,9 @@ impl<'a> Contest<'a> {
         let mut counters = BTreeMap::new();
         let mut run = baseline::median(times, || {
             work(&mut guest, "prepare")?;
-            let before = counted(&guest)?;
-            let run = work(&mut guest, "run");
-            counters = counted(&guest)?;
-            for (name, count) in &mut counters {
-                *count -= before.get(name).unwrap_or(&0);
-            }
-            let mut run = run?;
+            let before = guest.status()?.counters;
+            let mut run = work(&mut guest, "run")?;
+            counters = rise(&before, &guest.status()?.counters)?;
             run["digest"] = work(&mut guest, "digest")?["digest"].take();
             Ok(run)
         })?;
@@ -197,10 +177,4 @@ impl<'a> Contest<'a> {
         });
         Ok(())
     }
-}
-
-/// A backend's counters by name.
-fn counted(guest: &Guest) -> Result<BTreeMap<String, u64>> {
-    let counters = serde_json::to_value(guest.status()?.counters)?;
-    Ok(serde_json::from_value(counters)?)
 }

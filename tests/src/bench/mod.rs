@@ -4,6 +4,7 @@
 //! * [`floors`] measures what the kernel and the wire cost without us;
 //! * [`own`] measures Outram's faults, throughput and tuning;
 //! * [`contest`] runs [`workloads`] on Outram and on the [baselines](baseline);
+//! * [`mix`] runs several of them at once, each in a guest of its own;
 //! * [`policies`] counts what eviction policies would miss, on [traces](trace) of the workloads;
 //! * [`results`] is what a run leaves, [`ratios`] what is read from it, [`report`], [`plot`] and
 //!   [`compare`] show it.
@@ -12,11 +13,13 @@
 //! measured in turn, round by round, and divided within its round.
 
 pub mod baseline;
+pub mod bill;
 pub mod compare;
 pub mod contest;
 pub mod floors;
 pub mod layout;
 pub mod machine;
+pub mod mix;
 pub mod own;
 pub mod page_store;
 pub mod phase;

@@ -4,12 +4,12 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use outram_wire::control::{Counters, Status};
+use outram_wire::control::Status;
 use serde_json::{Value, json};
 
+use super::bill::{Bill, Meter};
 use super::session::Session;
 use super::statistics::Latencies;
-use super::usage::process_cpu;
 use crate::small_lab::{Guest, LEAST, PAGE};
 
 /// Pages that a vCPU holds on to while its guest shrinks.
@@ -22,64 +22,25 @@ const HOLD_SECONDS: f64 = 0.2;
 const GLANCE: Duration = Duration::from_millis(5);
 /// Longest wait for anything but a workload.
 const PATIENCE: Duration = Duration::from_secs(300);
-const GIB: f64 = (1_u64 << 30) as f64;
 
-/// What everybody has used up to a moment.
-struct Bill {
-    at: Instant,
-    vcpu: Duration,
-    helper: Duration,
-    server: Duration,
-    counters: Counters,
+/// What a guest, its helper and the server have used up to now.
+fn bill(session: &Session, guest: &Guest) -> Result<Bill> {
+    Bill::now(session.server.pid(), &[Meter::of(guest)])
 }
 
-impl Bill {
-    fn now(session: &Session, guest: &Guest) -> Result<Self> {
-        let status = guest.status()?;
-        Ok(Self {
-            at: Instant::now(),
-            vcpu: process_cpu(guest.vmm.pid() as u32)?,
-            helper: process_cpu(guest.backend_pid())?,
-            server: process_cpu(session.server.pid())?,
-            counters: status.counters,
-        })
+/// Notes what was used between two bills, by GiB of these pages.
+fn note(session: &mut Session, what: &str, before: &Bill, after: &Bill, pages: u64) {
+    for (name, unit, value) in after.costs(before, pages) {
+        session
+            .results
+            .note(&format!("{what}: {name}"), unit, value);
     }
-
-    /// Has the time and the processor time of a vCPU alone, where that said what its work took.
-    fn only(mut self, before: &Self, answer: &Value) -> Self {
-        let took = |key: &str| {
-            let seconds = answer[key].as_f64().unwrap_or_default();
-            Duration::try_from_secs_f64(seconds).unwrap_or_default()
-        };
-        self.at = before.at + took("seconds");
-        self.vcpu = before.vcpu + took("cpu_seconds");
-        self
-    }
-
-    /// Notes what was used from here to `later`, by GiB of these pages.
-    fn note(&self, later: &Self, session: &mut Session, what: &str, pages: u64) {
-        let gib = (pages * PAGE) as f64 / GIB;
-        for (who, before, after) in [
-            ("vCPU", self.vcpu, later.vcpu),
-            ("helper", self.helper, later.helper),
-            ("server", self.server, later.server),
-        ] {
-            let seconds = after.saturating_sub(before).as_secs_f64();
-            let name = format!("{what}: CPU of {who}");
-            session.results.note(&name, "s/GiB", seconds / gib);
-        }
-        let seconds = (later.at - self.at).as_secs_f64();
-        let results = &mut session.results;
-        results.note(&format!("{what}: rate"), "pages/s", pages as f64 / seconds);
-        let wire = |counters: &Counters| counters.wire_received_bytes + counters.wire_sent_bytes;
-        let bytes = wire(&later.counters).saturating_sub(wire(&self.counters));
-        let useful = (pages * PAGE) as f64;
-        results.note(
-            &format!("{what}: wire bytes per useful byte"),
-            "",
-            bytes as f64 / useful,
-        );
-    }
+    let bytes = after.rise(before, |counters| {
+        counters.wire_received_bytes + counters.wire_sent_bytes
+    });
+    let name = format!("{what}: wire bytes per useful byte");
+    let useful = (pages * PAGE) as f64;
+    session.results.note(&name, "", bytes as f64 / useful);
 }
 
 /// Faults of a guest whose pages are stored remotely: alone with room for them, at the limit, and one
@@ -98,15 +59,15 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
     );
     let table = status.kernel_table_bytes as f64 / pages as f64;
     session.results.note("page table", "bytes/page", table);
-    let before = Bill::now(session, &guest)?;
+    let before = bill(session, &guest)?;
     guest.tune(LEAST)?;
     // Looked for more often than tests do, whose pauses would be a good part of what is measured.
     wait_for(&guest, |status| {
         status.resident_bytes <= LEAST && status.staged_bytes == 0
     })?;
-    let after = Bill::now(session, &guest)?;
-    let evicted = after.counters.writeback_pages - before.counters.writeback_pages;
-    before.note(&after, session, "eviction of dirty pages", evicted);
+    let after = bill(session, &guest)?;
+    let evicted = after.rise(&before, |counters| counters.writeback_pages);
+    note(session, "eviction of dirty pages", &before, &after, evicted);
 
     // With room for what comes, nothing has to leave meanwhile.
     guest.tune(mib << 20)?;
@@ -136,30 +97,31 @@ fn squeeze_and_settle(guest: &Guest) -> Result<Status> {
 /// One fault at a time, as the vCPU sees it.
 fn probe(session: &mut Session, guest: &mut Guest, round: usize, name: &str) -> Result<()> {
     let (count, pages) = (session.settings.faults, guest.pages());
-    let before = Bill::now(session, guest)?;
+    let before = bill(session, guest)?;
     let seed = session.settings.seed + round as u64;
     let order = json!({"page": 0, "pages": pages, "count": count, "seed": seed});
     let answer = command(guest, "probe", order)?;
-    let after = Bill::now(session, guest)?.only(&before, &answer);
+    let after = bill(session, guest)?.only(&before, &answer);
     let latencies = Latencies::from_json(&answer["latencies"])?;
-    let remote = after.counters.faults_remote - before.counters.faults_remote;
+    let remote = after.rise(&before, |counters| counters.faults_remote);
     ensure!(
         remote * 100 >= latencies.count() * 95,
         "of {} pages that were touched, {remote} came from the server",
         latencies.count()
     );
     session.note_latencies(name, &latencies);
-    before.note(&after, session, name, latencies.count());
+    note(session, name, &before, &after, latencies.count());
     Ok(())
 }
 
 fn read_in_order(session: &mut Session, guest: &mut Guest) -> Result<()> {
     let pages = guest.pages();
-    let before = Bill::now(session, guest)?;
+    let before = bill(session, guest)?;
     command(guest, "touch", json!({"page": 0, "pages": pages}))?;
-    let after = Bill::now(session, guest)?;
+    let after = bill(session, guest)?;
     let kept = LEAST / PAGE;
-    before.note(&after, session, "remote pages read in order", pages - kept);
+    let what = "remote pages read in order";
+    note(session, what, &before, &after, pages - kept);
     Ok(())
 }
 

@@ -1,14 +1,21 @@
 //! One workload on one memory: prepared, run, and its memory summed up.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use outram_wire::control::Latency;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use super::usage::ThreadUsage;
 use super::workloads::{Entry, Parameters, Workload, catalogue};
+use crate::small_lab::LEAST;
+use crate::small_vmm::client::SmallVmm;
 use crate::split_mix::GOLDEN;
+
+/// Memory is made of such steps, so that the kernel's huge pages would fit.
+const STEP_MIB: u64 = 2;
 
 /// Which workload, and how large.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,6 +30,31 @@ pub struct Task {
     /// Extra work for each operation.
     #[serde(default)]
     pub compute: u32,
+}
+
+impl Task {
+    /// MiB of memory that it is given.
+    pub fn memory_mib(&self) -> Result<u64> {
+        let footprint = Subject::new(self)?.footprint() as u64;
+        Ok(footprint.div_ceil(1 << 20).next_multiple_of(STEP_MIB))
+    }
+
+    /// The limit of a guest that has so much of that in its local memory; fails where it is too little.
+    pub fn limit_bytes(&self, local_ratio: f64) -> Result<u64> {
+        let limit = ((self.memory_mib()? << 20) as f64 * local_ratio) as u64;
+        ensure!(
+            limit >= LEAST,
+            "{limit} bytes of local memory are less than the least, {LEAST}: use more data"
+        );
+        Ok(limit)
+    }
+
+    /// Has the first vCPU of a VMM, or a [runner](super::runner), do a phase of it: `prepare`, `run` or
+    /// `digest`.
+    pub fn command(&self, vmm: &mut SmallVmm, phase: &str, patience: Duration) -> Result<Value> {
+        let asked = vmm.send(json!({"do": "workload", "task": self, "phase": phase}))?;
+        vmm.wait(asked, patience)
+    }
 }
 
 /// What a run came to.
@@ -46,6 +78,9 @@ pub struct Run {
     /// What the backend counted meanwhile, by its counters' names; nothing where there is none.
     #[serde(default)]
     pub counters: BTreeMap<String, u64>,
+    /// Latency of the guest's remote faults so far, where that was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote_faults: Option<Latency>,
 }
 
 impl Run {
@@ -140,7 +175,7 @@ impl Subject {
             digest: 0,
             major_faults: used.major_faults,
             minor_faults: used.minor_faults,
-            counters: BTreeMap::new(),
+            ..Run::default()
         })
     }
 

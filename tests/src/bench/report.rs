@@ -5,6 +5,7 @@ use std::fmt::Write;
 use outram_wire::units::format_size;
 
 use super::contest::OUTRAM;
+use super::mix::table;
 use super::results::Results;
 use super::statistics::Spread;
 use super::watched_memory::PAGE_BYTES;
@@ -20,7 +21,8 @@ pub fn short(value: f64) -> String {
     }
 }
 
-fn spread(spread: &Spread) -> String {
+/// A median, the least and the most.
+pub fn spread(spread: &Spread) -> String {
     let ends = format!("{} … {}", short(spread.low), short(spread.high));
     format!("{:>10}   {ends}", short(spread.median))
 }
@@ -34,6 +36,26 @@ pub fn text(results: &Results) -> String {
 }
 
 fn write(out: &mut String, results: &Results) -> std::fmt::Result {
+    write_head(out, results)?;
+    if results.mixes.is_empty() {
+        write_paging(out, results)?;
+        write_ratios(out, results)?;
+        write_faults(out, results)?;
+    }
+    for mix in &results.mixes {
+        table::write(out, mix)?;
+    }
+    if !results.missing.is_empty() {
+        writeln!(out, "\nNot available here")?;
+    }
+    for missing in &results.missing {
+        writeln!(out, "  {}: {}", missing.what, missing.reason)?;
+    }
+    Ok(())
+}
+
+/// What was measured on.
+fn write_head(out: &mut String, results: &Results) -> std::fmt::Result {
     let machine = &results.machine;
     let kind = if machine.is_virtual {
         ", a virtual machine"
@@ -56,13 +78,16 @@ fn write(out: &mut String, results: &Results) -> std::fmt::Result {
     writeln!(out, "Outram    {}", machine.outram)?;
     writeln!(
         out,
-        "Run       {:.0} s; medians of rounds, least … most\n",
+        "Run       {:.0} s; medians of rounds, least … most",
         results.seconds
-    )?;
+    )
+}
 
+/// Everything but workloads.
+fn write_paging(out: &mut String, results: &Results) -> std::fmt::Result {
     writeln!(
         out,
-        "{:<44}{:>9}{:>9}{:>9}{:>9}{:>9}",
+        "\n{:<44}{:>9}{:>9}{:>9}{:>9}{:>9}",
         "Latency (µs)", "p50", "p90", "p99", "p99.9", "max"
     )?;
     for (name, found) in &results.distributions {
@@ -95,6 +120,10 @@ fn write(out: &mut String, results: &Results) -> std::fmt::Result {
             )?;
         }
     }
+    Ok(())
+}
+
+fn write_ratios(out: &mut String, results: &Results) -> std::fmt::Result {
     let mut group = "";
     for ratio in &results.ratios {
         if ratio.group != group {
@@ -107,13 +136,6 @@ fn write(out: &mut String, results: &Results) -> std::fmt::Result {
             )?;
         }
         writeln!(out, "  {:<56}{}", ratio.name, spread(&ratio.value))?;
-    }
-    write_faults(out, results)?;
-    if !results.missing.is_empty() {
-        writeln!(out, "\nNot available here")?;
-    }
-    for missing in &results.missing {
-        writeln!(out, "  {}: {}", missing.what, missing.reason)?;
     }
     Ok(())
 }

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::machine::Machine;
+use super::mix::results::MixResults;
 use super::phase::Run;
 use super::ratios::Ratio;
 use super::statistics::Distribution;
@@ -23,6 +24,18 @@ pub struct Figure {
     pub unit: String,
     /// Of each round, in order.
     pub rounds: Vec<f64>,
+}
+
+/// Values by name.
+pub type Figures = BTreeMap<String, Figure>;
+
+/// Notes a round's value.
+pub fn note(figures: &mut Figures, name: &str, unit: &str, value: f64) {
+    let figure = figures.entry(name.to_owned()).or_insert_with(|| Figure {
+        unit: unit.to_owned(),
+        rounds: Vec::new(),
+    });
+    figure.rounds.push(value);
 }
 
 /// Runs of a workload on one kind of memory.
@@ -66,9 +79,12 @@ pub struct Results {
     /// Latencies by name, all rounds together.
     pub distributions: BTreeMap<String, Distribution>,
     /// Values by name.
-    pub figures: BTreeMap<String, Figure>,
+    pub figures: Figures,
     /// Runs of workloads.
     pub series: Vec<Series>,
+    /// Mixes of workloads over several guests.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mixes: Vec<MixResults>,
     /// What could not be measured.
     pub missing: Vec<Missing>,
     /// What follows from all of that.
@@ -78,14 +94,7 @@ pub struct Results {
 impl Results {
     /// Notes a round's value.
     pub fn note(&mut self, name: &str, unit: &str, value: f64) {
-        let figure = self
-            .figures
-            .entry(name.to_owned())
-            .or_insert_with(|| Figure {
-                unit: unit.to_owned(),
-                rounds: Vec::new(),
-            });
-        figure.rounds.push(value);
+        note(&mut self.figures, name, unit, value);
     }
 
     /// The rounds of a value; none where it was not measured.

@@ -1,5 +1,5 @@
 //! The process that runs a workload on memory that Outram has no part in. It is commanded as the small
-//! VMM is, by `prepare`, `run`, `digest` and `exit`.
+//! VMM is, by `workload` and `exit`.
 
 use std::io::{BufRead, Write};
 use std::str::FromStr;
@@ -67,13 +67,7 @@ pub fn obey(order: &Order) -> Result<()> {
         let command: Value = serde_json::from_str(&line?)?;
         let memory = as_words(&mut region);
         let result = match command["do"].as_str() {
-            Some("prepare") => subject.prepare(memory).map(|()| json!({})),
-            Some("run") => subject
-                .run(memory)
-                .and_then(|run| Ok(serde_json::to_value(run)?)),
-            Some("digest") => subject
-                .digest(memory)
-                .map(|digest| json!({"digest": digest})),
+            Some("workload") => work(&command, &mut subject, memory),
             Some("exit") => break,
             other => bail!("unknown command {other:?}"),
         };
@@ -88,6 +82,15 @@ pub fn obey(order: &Order) -> Result<()> {
     match pager {
         Some(pager) => pager.end(),
         None => Ok(()),
+    }
+}
+
+fn work(command: &Value, subject: &mut Subject, memory: &mut [u64]) -> Result<Value> {
+    match command["phase"].as_str() {
+        Some("prepare") => subject.prepare(memory).map(|()| json!({})),
+        Some("run") => Ok(serde_json::to_value(subject.run(memory)?)?),
+        Some("digest") => Ok(json!({"digest": subject.digest(memory)?})),
+        other => bail!("unknown phase {other:?}"),
     }
 }
 

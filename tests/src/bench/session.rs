@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use outram_wire::granularity::Granularity;
 
 use super::contest::Contest;
@@ -22,7 +22,7 @@ use crate::hermetic::server::MemServer;
 use crate::small_lab::{Guest, Lab, Wish};
 
 /// What is to be measured.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Settings {
     /// Whether this is the quick run.
     pub quick: bool,
@@ -56,6 +56,28 @@ pub struct Settings {
     pub folder: PathBuf,
 }
 
+impl Settings {
+    /// MiB that the memory server lends: enough for the largest guest, and to spare.
+    pub fn lent_mib(&self) -> u64 {
+        lent_mib(self.fault_mib.max(self.tune_mib).max(self.workload_mib))
+    }
+}
+
+/// MiB that a memory server lends to guests that have so many at the same time.
+pub fn lent_mib(guests_mib: u64) -> u64 {
+    guests_mib * 2 + 512
+}
+
+/// Demands that local ratios are some.
+pub fn demand_ratios(ratios: &[f64]) -> Result<()> {
+    let is_ratio = |ratio: &f64| *ratio > 0.0 && *ratio <= 1.0;
+    ensure!(
+        ratios.iter().all(is_ratio),
+        "local ratios are above 0 and at most 1"
+    );
+    Ok(())
+}
+
 /// Default slabs of memory servers.
 const SLAB_BYTES: u64 = 64 << 20;
 
@@ -78,17 +100,13 @@ pub struct Session {
 }
 
 impl Session {
-    /// Prepares a run, in the sandbox.
-    pub fn new(settings: Settings) -> Result<Self> {
+    /// Prepares a run, in the sandbox, with a memory server that lends so much.
+    pub fn new(settings: Settings, lent_mib: u64) -> Result<Self> {
         let program = std::env::current_exe().context("this program's own path")?;
         let layout = Layout::new(settings.layout)?;
         let machine = Machine::this(&layout);
         let lab = Lab::new(&program)?;
-        let largest = settings
-            .fault_mib
-            .max(settings.tune_mib)
-            .max(settings.workload_mib);
-        let lent = format!("{}MiB", largest * 2 + 512);
+        let lent = format!("{lent_mib}MiB");
         let server = lab.server_of(SLAB_BYTES, &["--memory", &lent])?;
         layout::pin(server.pid(), &layout.server)?;
         let results = Results {

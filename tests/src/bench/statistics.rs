@@ -161,9 +161,41 @@ impl Spread {
     }
 }
 
+/// The mean of ratios.
+pub fn geometric_mean(ratios: &[f64]) -> f64 {
+    let logarithms: f64 = ratios.iter().map(|ratio| ratio.ln()).sum();
+    (logarithms / ratios.len() as f64).exp()
+}
+
+/// Jain's index of fairness: 1 where all values are alike, 1 ÷ their number where one has it all. (Jain,
+/// Chiu, Hawe: A Quantitative Measure of Fairness, DEC TR-301, 1984)
+pub fn jain_index(values: &[f64]) -> f64 {
+    let sum: f64 = values.iter().sum();
+    let squares: f64 = values.iter().map(|value| value * value).sum();
+    sum * sum / (values.len() as f64 * squares)
+}
+
+/// The largest by the smallest.
+pub fn worst_by_best(values: &[f64]) -> f64 {
+    let worst = values.iter().copied().fold(f64::MIN, f64::max);
+    let best = values.iter().copied().fold(f64::MAX, f64::min);
+    worst / best
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn guests_that_are_slowed_down_alike_are_treated_fairly() {
+        assert_eq!(jain_index(&[2.0, 2.0, 2.0]), 1.0);
+        assert_eq!(worst_by_best(&[2.0, 2.0, 2.0]), 1.0);
+        assert_eq!(jain_index(&[1.0, 0.0, 0.0, 0.0]), 0.25);
+        // (1 + 3)² / (2 · (1 + 9))
+        assert_eq!(jain_index(&[1.0, 3.0]), 0.8);
+        assert_eq!(worst_by_best(&[1.5, 6.0, 3.0]), 4.0);
+        assert!((geometric_mean(&[1.0, 4.0]) - 2.0).abs() < 1e-12);
+    }
 
     #[test]
     fn percentiles_are_those_of_what_was_recorded() {

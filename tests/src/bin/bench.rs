@@ -9,10 +9,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
 use outram_tests::bench::layout::Kind;
+use outram_tests::bench::mix::round::{self, Terms};
+use outram_tests::bench::mix::{self, Mix};
 use outram_tests::bench::phase::Task;
 use outram_tests::bench::results::Results;
 use outram_tests::bench::runner::{self, Memory, Order};
-use outram_tests::bench::session::{Session, Settings};
+use outram_tests::bench::session::{Session, Settings, demand_ratios, lent_mib};
 use outram_tests::bench::workloads::catalogue;
 use outram_tests::bench::{compare, page_store, plot, policies, report, swap, trace};
 use outram_tests::hermetic::sandbox::{self, Side};
@@ -31,6 +33,16 @@ struct Arguments {
 enum Command {
     /// Measure, print a table, and leave results and plots
     Run(RunArguments),
+    /// Measure several guests at once, and how fairly they share the machine
+    ///
+    /// Each guest has a helper of its own, and all of them one memory server. A round measures each guest
+    /// alone and all of them at once, both with all memory local and at their local ratios. All start
+    /// their workloads together. A guest that has ended its own does it again (writes its inputs, runs,
+    /// and reads all memory to check it) until the slowest has ended its first run, so that everybody has
+    /// all neighbours at work all the time. A guest's time is that of its first run; where all memory is
+    /// local, which is short, the median of its first five. Figures of the whole mix are of the time until
+    /// the slowest has ended its first run.
+    Mix(MixArguments),
     /// Print a table of results again
     Show {
         /// The file that a run left
@@ -92,6 +104,39 @@ struct RunArguments {
     /// Run workloads on Outram also with so much memory moved at a time, such as 16KiB,64KiB
     #[arg(long, value_delimiter = ',', value_name = "SIZE")]
     granularity: Vec<Granularity>,
+    /// Which processors run what: split (vCPU on one, pager on another, server on a third), shared
+    /// (all on one) or free
+    #[arg(long, default_value = "split")]
+    layout: Kind,
+    #[command(flatten)]
+    common: CommonArguments,
+}
+
+#[derive(Args)]
+struct MixArguments {
+    /// Workloads of the guests of a mix, each with its own local ratio where it is to have one, such as
+    /// 'quicksort,kv-4k:0.25'; may be given several times, for several mixes
+    #[arg(long, value_name = "NAME[:RATIO],…", default_values = mix::DEFAULTS)]
+    guests: Vec<Mix>,
+    /// Local ratio of the other guests
+    #[arg(long, default_value_t = 0.5)]
+    local_ratio: f64,
+    /// Rounds, each of which measures everything once
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// MiB of each workload's data
+    #[arg(long, default_value_t = 40)]
+    workload_mib: u64,
+    /// Which processors run what: split (all vCPUs on one, all helpers on another, the server on a
+    /// third), shared (all on one) or free
+    #[arg(long, default_value = "free")]
+    layout: Kind,
+    #[command(flatten)]
+    common: CommonArguments,
+}
+
+#[derive(Args)]
+struct CommonArguments {
     /// Extra work for each operation, in rounds of some 4 ns
     #[arg(long, default_value_t = 0)]
     compute: u32,
@@ -101,13 +146,20 @@ struct RunArguments {
     /// Longest time for one run of a workload, in seconds
     #[arg(long, default_value_t = 1800)]
     patience: u64,
-    /// Which processors run what: split (vCPU on one, pager on another, server on a third), shared
-    /// (all on one) or free
-    #[arg(long, default_value = "split")]
-    layout: Kind,
     /// Folder for results and plots [default: target/bench]
     #[arg(long)]
     out: Option<PathBuf>,
+}
+
+impl CommonArguments {
+    /// The folder, which is made.
+    fn folder(&self) -> Result<PathBuf> {
+        let folder = self.out.clone().unwrap_or_else(target);
+        for folder in [&folder, &target()] {
+            fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        }
+        Ok(folder.canonicalize()?)
+    }
 }
 
 #[derive(Args)]
@@ -144,7 +196,8 @@ struct RunnerArguments {
 
 fn main() -> ExitCode {
     let done = match Arguments::parse().command {
-        Command::Run(arguments) => return in_sandbox(&arguments),
+        Command::Run(arguments) => return in_sandbox(|| run(&arguments)),
+        Command::Mix(arguments) => return in_sandbox(|| measure_mixes(&arguments)),
         Command::Show { file } => {
             Results::load(&file).map(|results| print!("{}", report::text(&results)))
         }
@@ -217,7 +270,7 @@ fn order(arguments: RunnerArguments) -> Result<Order> {
     })
 }
 
-fn in_sandbox(arguments: &RunArguments) -> ExitCode {
+fn in_sandbox(work: impl FnOnce() -> Result<()>) -> ExitCode {
     if let Some(reason) = sandbox::obstacle_without_libvirt() {
         eprintln!("bench: nothing can be measured here: {reason}");
         return ExitCode::FAILURE;
@@ -230,7 +283,7 @@ fn in_sandbox(arguments: &RunArguments) -> ExitCode {
             }
             ExitCode::from(code)
         }
-        Ok(Side::Inside) => tell(run(arguments)),
+        Ok(Side::Inside) => tell(work()),
         Err(error) => tell(Err(error.context("entering the sandbox"))),
     }
 }
@@ -252,12 +305,10 @@ fn target() -> PathBuf {
 }
 
 fn run(arguments: &RunArguments) -> Result<()> {
-    let folder = arguments.out.clone().unwrap_or_else(target);
-    for folder in [&folder, &target()] {
-        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
-    }
-    let folder = folder.canonicalize()?;
-    let session = Session::new(settings(arguments)?)?;
+    let folder = arguments.common.folder()?;
+    let settings = settings(arguments)?;
+    let lent = settings.lent_mib();
+    let session = Session::new(settings, lent)?;
     let results = session.run()?;
     results.save(&folder.join("results.json"))?;
     print!("{}", report::text(&results));
@@ -270,12 +321,29 @@ fn run(arguments: &RunArguments) -> Result<()> {
     Ok(())
 }
 
-fn demand_ratios(ratios: &[f64]) -> Result<()> {
-    let is_ratio = |ratio: &f64| *ratio > 0.0 && *ratio <= 1.0;
-    ensure!(
-        ratios.iter().all(is_ratio),
-        "local ratios are above 0 and at most 1"
-    );
+fn measure_mixes(arguments: &MixArguments) -> Result<()> {
+    let path = arguments.common.folder()?.join("mix.json");
+    demand_ratios(&[arguments.local_ratio])?;
+    ensure!(arguments.rounds > 0, "at least one round");
+    let settings = Settings {
+        rounds: arguments.rounds,
+        compute: arguments.common.compute,
+        seed: arguments.common.seed,
+        patience: Duration::from_secs(arguments.common.patience),
+        layout: arguments.layout,
+        ..Settings::default()
+    };
+    let most = arguments.guests.iter().map(|mix| mix.0.len()).max();
+    let at_once = most.unwrap_or(0) as u64 * arguments.workload_mib;
+    let session = Session::new(settings, lent_mib(at_once))?;
+    let terms = Terms {
+        bytes: (arguments.workload_mib << 20) as usize,
+        local_ratio: arguments.local_ratio,
+    };
+    let results = round::measure(session, &arguments.guests, terms)?;
+    results.save(&path)?;
+    print!("{}", report::text(&results));
+    println!("\nIn {}", path.display());
     Ok(())
 }
 
@@ -313,9 +381,9 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         workload_mib: or(arguments.workload_mib, 128, 40),
         local_ratios,
         only,
-        compute: arguments.compute,
-        seed: arguments.seed,
-        patience: Duration::from_secs(arguments.patience),
+        compute: arguments.common.compute,
+        seed: arguments.common.seed,
+        patience: Duration::from_secs(arguments.common.patience),
         layout: arguments.layout,
         granularities: arguments.granularity.clone(),
         baselines: arguments.baselines.clone(),

@@ -14,7 +14,8 @@ use super::LONG;
 pub struct Control(UnixStream);
 
 impl Control {
-    pub(super) fn open(dir: &Path) -> Result<Self> {
+    /// Connects to the backend of a run directory, which lets go of connections that ask nothing for long.
+    pub fn open(dir: &Path) -> Result<Self> {
         let stream = UnixStream::connect(dir.join("control.sock"))?;
         stream.set_read_timeout(Some(LONG))?;
         Ok(Self(stream))

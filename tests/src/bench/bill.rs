@@ -1,0 +1,146 @@
+//! What paging costs, and whom: processor time and counters of guests, helpers and their server.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use outram_wire::control::Counters;
+use serde_json::Value;
+
+use super::usage::process_cpu;
+use crate::small_lab::{Control, Guest, PAGE};
+
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// Where a guest's share of a bill is read; without the guest, which may be at work elsewhere.
+pub struct Meter {
+    vmm: u32,
+    backend: u32,
+    run_dir: PathBuf,
+}
+
+impl Meter {
+    /// Of a guest.
+    pub fn of(guest: &Guest) -> Self {
+        Self {
+            vmm: guest.vmm.pid() as u32,
+            backend: guest.backend_pid(),
+            run_dir: guest.dir.clone(),
+        }
+    }
+}
+
+/// What everybody has used up to a moment.
+#[derive(Debug)]
+pub struct Bill {
+    at: Instant,
+    vcpu: Duration,
+    helper: Duration,
+    server: Duration,
+    /// Of each guest.
+    counters: Vec<Counters>,
+}
+
+impl Bill {
+    /// Of these guests and the process of their server.
+    pub fn now(server: u32, meters: &[Meter]) -> Result<Self> {
+        let mut counters = Vec::new();
+        let (mut vcpu, mut helper) = (Duration::ZERO, Duration::ZERO);
+        for meter in meters {
+            let mut control = Control::open(&meter.run_dir)?;
+            counters.push(control.status()?.counters);
+            vcpu += process_cpu(meter.vmm)?;
+            helper += process_cpu(meter.backend)?;
+        }
+        Ok(Self {
+            at: Instant::now(),
+            vcpu,
+            helper,
+            server: process_cpu(server)?,
+            counters,
+        })
+    }
+
+    /// Has the time and the processor time of a vCPU alone, where that said what its work took.
+    pub fn only(mut self, before: &Self, answer: &Value) -> Self {
+        let took = |key: &str| {
+            let seconds = answer[key].as_f64().unwrap_or_default();
+            Duration::try_from_secs_f64(seconds).unwrap_or_default()
+        };
+        self.at = before.at + took("seconds");
+        self.vcpu = before.vcpu + took("cpu_seconds");
+        self
+    }
+
+    /// How much a counter has risen since, in all guests.
+    pub fn rise(&self, before: &Self, of: impl Fn(&Counters) -> u64) -> u64 {
+        let sum = |bill: &Self| bill.counters.iter().map(&of).sum::<u64>();
+        sum(self).saturating_sub(sum(before))
+    }
+
+    /// What so many pages have cost since: names, units and values.
+    pub fn costs(&self, before: &Self, pages: u64) -> Vec<(String, &'static str, f64)> {
+        let gib = (pages * PAGE) as f64 / GIB;
+        let mut costs: Vec<_> = [
+            ("vCPU", before.vcpu, self.vcpu),
+            ("helper", before.helper, self.helper),
+            ("server", before.server, self.server),
+        ]
+        .into_iter()
+        .map(|(who, before, after)| {
+            let seconds = after.saturating_sub(before).as_secs_f64();
+            (format!("CPU of {who}"), "s/GiB", seconds / gib)
+        })
+        .collect();
+        let seconds = (self.at - before.at).as_secs_f64();
+        costs.push(("rate".to_owned(), "pages/s", pages as f64 / seconds));
+        costs
+    }
+}
+
+/// How much each counter has risen, by its name.
+pub fn rise(before: &Counters, after: &Counters) -> Result<BTreeMap<String, u64>> {
+    let named = |counters: &Counters| -> Result<BTreeMap<String, u64>> {
+        Ok(serde_json::from_value(serde_json::to_value(counters)?)?)
+    };
+    let before = named(before)?;
+    let mut counters = named(after)?;
+    for (name, count) in &mut counters {
+        *count = count.saturating_sub(before.get(name).copied().unwrap_or(0));
+    }
+    Ok(counters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bill(at: Instant, used: Duration, evicted_pages: u64) -> Bill {
+        let counters = Counters {
+            evicted_pages,
+            ..Counters::default()
+        };
+        Bill {
+            at: at + used,
+            vcpu: used,
+            helper: used * 2,
+            server: Duration::ZERO,
+            counters: vec![counters.clone(), counters],
+        }
+    }
+
+    #[test]
+    fn a_bill_is_of_what_was_used_in_between() {
+        let now = Instant::now();
+        let before = bill(now, Duration::from_secs(1), 100);
+        let after = bill(now, Duration::from_secs(3), 150);
+        let pages = after.rise(&before, |counters| counters.evicted_pages);
+        assert_eq!(pages, 100, "both guests' are counted");
+        let costs = after.costs(&before, (1 << 30) / PAGE);
+        let values: Vec<f64> = costs.iter().map(|cost| cost.2).collect();
+        assert_eq!(values, [2.0, 4.0, 0.0, 131_072.0]);
+        let rise = rise(&before.counters[0], &after.counters[0]).expect("counters");
+        assert_eq!((rise["evicted_pages"], rise["faults_zero"]), (50, 0));
+    }
+}
