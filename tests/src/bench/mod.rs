@@ -5,6 +5,7 @@
 //! * [`own`] measures Outram's faults, throughput and tuning;
 //! * [`contest`] runs [`workloads`] on Outram and on the [baselines](baseline);
 //! * [`mix`] runs several of them at once, each in a guest of its own;
+//! * [`guests`] runs real programs in real guests, with and without Outram;
 //! * [`policies`] counts what eviction policies would miss, on [traces](trace) of the workloads;
 //! * [`results`] is what a run leaves, [`ratios`] what is read from it, [`report`], [`plot`] and
 //!   [`compare`] show it.
@@ -17,6 +18,7 @@ pub mod bill;
 pub mod compare;
 pub mod contest;
 pub mod floors;
+pub mod guests;
 pub mod layout;
 pub mod machine;
 pub mod mix;

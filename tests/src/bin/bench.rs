@@ -16,7 +16,7 @@ use outram_tests::bench::results::Results;
 use outram_tests::bench::runner::{self, Memory, Order};
 use outram_tests::bench::session::{Session, Settings, demand_ratios, lent_mib};
 use outram_tests::bench::workloads::catalogue;
-use outram_tests::bench::{compare, page_store, plot, policies, report, swap, trace};
+use outram_tests::bench::{compare, guests, page_store, plot, policies, report, swap, trace};
 use outram_tests::hermetic::sandbox::{self, Side};
 use outram_tests::small_lab::LEAST;
 use outram_wire::granularity::Granularity;
@@ -57,6 +57,8 @@ enum Command {
     },
     /// Count the misses of eviction policies, side by side, on traces of the workloads
     Policies(PolicyArguments),
+    /// Run real programs in real guests, at several local ratios and without Outram
+    Guests(GuestArguments),
     /// List the workloads
     List,
     /// Run a workload as another process commands; started by 'run'
@@ -179,6 +181,31 @@ struct PolicyArguments {
 }
 
 #[derive(Args)]
+struct GuestArguments {
+    /// List the programs, and run none
+    #[arg(long)]
+    list: bool,
+    /// Small guests with less to do
+    #[arg(long)]
+    quick: bool,
+    /// Rounds, each of which runs everything once
+    #[arg(long, default_value_t = 1)]
+    rounds: usize,
+    /// Local ratios
+    #[arg(long, value_delimiter = ',', default_value = "1.0,0.75,0.5,0.25")]
+    local_ratios: Vec<f64>,
+    /// Run these programs alone [default: all]
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    only: Vec<String>,
+    /// Longest time for one guest, in seconds
+    #[arg(long, default_value_t = 1800)]
+    patience: u64,
+    /// Folder for guests.json [default: target/bench]
+    #[arg(long)]
+    out: Option<PathBuf>,
+}
+
+#[derive(Args)]
 struct RunnerArguments {
     #[arg(long)]
     memory: Memory,
@@ -198,6 +225,13 @@ fn main() -> ExitCode {
     let done = match Arguments::parse().command {
         Command::Run(arguments) => return in_sandbox(|| run(&arguments)),
         Command::Mix(arguments) => return in_sandbox(|| measure_mixes(&arguments)),
+        Command::Guests(arguments) if arguments.list => {
+            for program in guests::catalogue::CATALOGUE {
+                println!("{:<18}{}", program.name, program.summary);
+            }
+            Ok(())
+        }
+        Command::Guests(arguments) => return guests_in_sandbox(&arguments),
         Command::Show { file } => {
             Results::load(&file).map(|results| print!("{}", report::text(&results)))
         }
@@ -286,6 +320,49 @@ fn in_sandbox(work: impl FnOnce() -> Result<()>) -> ExitCode {
         Ok(Side::Inside) => tell(work()),
         Err(error) => tell(Err(error.context("entering the sandbox"))),
     }
+}
+
+fn guests_in_sandbox(arguments: &GuestArguments) -> ExitCode {
+    if let Some(reason) = sandbox::obstacle() {
+        eprintln!("bench: no guest can run here: {reason}");
+        return ExitCode::FAILURE;
+    }
+    match sandbox::enter() {
+        Ok(Side::Outside(code)) => ExitCode::from(code),
+        Ok(Side::Inside) => tell(run_guests(arguments)),
+        Err(error) => tell(Err(error.context("entering the sandbox"))),
+    }
+}
+
+fn run_guests(arguments: &GuestArguments) -> Result<()> {
+    demand_ratios(&arguments.local_ratios)?;
+    ensure!(arguments.rounds > 0, "at least one round");
+    let folder = arguments.out.clone().unwrap_or_else(target);
+    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    let folder = folder.canonicalize()?;
+    let (ram_mib, work) = if arguments.quick {
+        (320, 25)
+    } else {
+        (640, 100)
+    };
+    let results = guests::session::run_all(&guests::session::Settings {
+        programs: guests::catalogue::chosen(&arguments.only)?,
+        local_ratios: arguments.local_ratios.clone(),
+        rounds: arguments.rounds,
+        ram_mib,
+        work,
+        patience: Duration::from_secs(arguments.patience),
+        target: target().join("..").canonicalize()?,
+    })?;
+    let file = folder.join("guests.json");
+    results.save(&file)?;
+    println!("{}\nAll of it is in {}", results.text(), file.display());
+    let (wrong, failed) = (results.wrong(), results.failures.len());
+    ensure!(
+        wrong == 0 && failed == 0,
+        "{wrong} with a WRONG RESULT, {failed} failed"
+    );
+    Ok(())
 }
 
 /// Workloads of the quick run: those that other systems publish figures of.

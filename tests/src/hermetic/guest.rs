@@ -42,6 +42,8 @@ pub struct Spec {
     pub extra_devices: String,
     /// Whether the balloon reports free pages.
     pub free_page_reporting: bool,
+    /// Its initial file system, in [`IMAGES`].
+    pub initrd: String,
     /// More of its kernel's command line.
     pub kernel_arguments: String,
     /// Contents of `<metadata>`, where the domain is written by hand.
@@ -61,6 +63,7 @@ impl Spec {
             extra_elements: String::new(),
             extra_devices: String::new(),
             free_page_reporting: false,
+            initrd: "initrd".to_owned(),
             kernel_arguments: String::new(),
             metadata: String::new(),
             runs_while_taken: false,
@@ -99,7 +102,7 @@ impl Spec {
   <os>
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>{IMAGES}/vmlinux</kernel>
-    <initrd>{IMAGES}/initrd</initrd>
+    <initrd>{IMAGES}/{initrd}</initrd>
     <cmdline>console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable memhp_default_state=online_movable {BOOTS_ALONE} {kernel_arguments}</cmdline>
   </os>
   <features><acpi/></features>
@@ -121,6 +124,7 @@ impl Spec {
             kind = Acceleration::wanted().domain_type(),
             name = self.name.replace('&', "&amp;").replace('<', "&lt;"),
             stem = self.stem(),
+            initrd = self.initrd,
             kernel_arguments = self.kernel_arguments,
             metadata = self.metadata,
             memory = self.memory_mib,
