@@ -15,11 +15,63 @@ pub struct Program {
 }
 
 /// All of them.
-pub const CATALOGUE: &[Program] = &[Program {
-    name: "redis",
-    summary: "redis: 4 KiB values read and overwritten at random, then redis-benchmark",
-    share: 50,
-}];
+pub const CATALOGUE: &[Program] = &[
+    Program {
+        name: "redis",
+        summary: "redis: 4 KiB values read and overwritten at random, then redis-benchmark",
+        share: 60,
+    },
+    Program {
+        name: "memcached",
+        summary: "memcached: memcaslap stores values of 1 KiB and verifies all that it reads",
+        share: 75,
+    },
+    Program {
+        name: "memcached-large",
+        summary: "memcached with values of 32 KiB to 1 MiB and 200 clients",
+        share: 50,
+    },
+    Program {
+        name: "postgresql",
+        summary: "PostgreSQL: pgbench by four clients, whose sums must agree",
+        share: 50,
+    },
+    Program {
+        name: "sysbench",
+        summary: "sysbench: random stores to memory; files read, validated and written at random",
+        share: 50,
+    },
+    Program {
+        name: "kmeans",
+        summary: "scikit-learn: k-means of points around eight centres",
+        share: 40,
+    },
+    Program {
+        name: "pagerank",
+        summary: "igraph: PageRank of a random graph",
+        share: 50,
+    },
+    Program {
+        name: "jvm",
+        summary: "Java: a store on the heap whose values the collector moves, and a sort",
+        share: 50,
+    },
+    Program {
+        name: "mummer",
+        summary: "MUMmer: the unique matches of two genomes, by a suffix tree",
+        share: 50,
+    },
+    Program {
+        name: "files",
+        summary: "files of 1 MiB written, read at random and overwritten",
+        share: 65,
+    },
+    Program {
+        name: "neural-network",
+        summary: "scikit-learn: training and inference of a small neural network",
+        share: 45,
+    },
+];
 
 /// Those of these names, in the catalogue's order; all where there is none.
 pub fn chosen(names: &[String]) -> Result<Vec<Program>> {

@@ -22,6 +22,11 @@ use crate::hermetic::server::MemServer;
 /// Bytes that a guest may write. The file is sparse, on a tmpfs that goes with the sandbox.
 const SCRATCH_BYTES: u64 = 3 << 30;
 
+/// The same processor under emulation everywhere, and one that numerical libraries know: they take the plainest
+/// for an old one of AMD, with instructions that QEMU has not got.
+const PROCESSOR: &str =
+    "<cpu mode='custom' match='exact' check='none'><model fallback='forbid'>Nehalem</model></cpu>";
+
 /// For what takes a moment, on a busy machine.
 const SOON: Duration = Duration::from_secs(120);
 
@@ -137,6 +142,7 @@ fn run_program(
 fn spec(settings: &Settings, program: &Program, scratch: &str) -> Spec {
     let mut spec = Spec::new("debian", settings.ram_mib);
     spec.vcpus = 1;
+    spec.extra_elements = PROCESSOR.to_owned();
     spec.initrd = "debian-initrd".to_owned();
     let mib = settings.ram_mib * program.share / 100;
     spec.kernel_arguments = format!(

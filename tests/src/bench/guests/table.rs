@@ -212,7 +212,7 @@ impl Results {
         };
         format!(
             "{name:<16}{:>7}{:>10}{:>9}{:>10}{:>10}{:>10}{:>10}{:>9}{:>9}  {result}",
-            ratio.map_or("local".to_owned(), |ratio| ratio.to_string()),
+            ratio.map_or("local".to_owned(), |ratio| format!("{ratio:?}")),
             median(&|run| Some(run.seconds)),
             median(&|run| to_local(run).filter(|_| ratio.is_some())),
             count(|paging| paging.faults_remote as f64),
