@@ -3,6 +3,7 @@
 # make soak         the simulation and the killing of backends for hours (tests/README.md)
 # make bench        what paging costs beside floors and baselines: a table, and plots in target/bench
 # make bench-quick  the same in small, some minutes (BENCH='--only quicksort' has arguments of either)
+# make bench-guests real programs in Debian guests at several local ratios (BENCH='--quick --only redis')
 # make man          manual pages and shell completions, to target/manual
 # make deb          Debian packages, to target/debian
 # make lab          a shell in an emulated machine with KVM whose root is this one's (tests/README.md)
@@ -15,7 +16,7 @@
 
 export PATH := $(PATH):/usr/sbin:/sbin
 
-.PHONY: all build demo test soak bench bench-quick man deb lab fuzz check images clean-state
+.PHONY: all build demo test soak bench bench-quick bench-guests man deb lab fuzz check images clean-state
 
 all: build
 
@@ -38,6 +39,13 @@ bench bench-quick:
 	@tests/scripts/prepare.sh
 	cargo build --workspace --bins --release
 	@target/release/bench run $(if $(filter bench-quick,$@),--quick) $(BENCH)
+
+# Not what prepare.sh asks for: mmdebstrap, which the recipe installs where it is missing.
+bench-guests:
+	@tests/scripts/prepare.sh
+	@images/debian/build.sh
+	cargo build --workspace --bins --release
+	@target/release/bench guests $(BENCH)
 
 man:
 	cargo build --profile $(or $(PROFILE),dev) -p outram-libvirt -p outram-tests --bin outram --bin manual

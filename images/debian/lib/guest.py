@@ -33,12 +33,21 @@ def run(*words):
         wrong(f"{words[0]} failed")
 
 
-def server(words, port):
+def connect(to):
+    """To a TCP port, or to the path of a socket."""
+    if isinstance(to, int):
+        return socket.create_connection(("127.0.0.1", to))
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(to)
+    return line
+
+
+def server(words, to):
     """Starts a server, and returns it once it listens."""
     process = subprocess.Popen(words)
     for _ in range(1200):
         try:
-            socket.create_connection(("127.0.0.1", port)).close()
+            connect(to).close()
             return process
         except OSError:
             if process.poll() is not None:
@@ -50,8 +59,8 @@ def server(words, port):
 class Line:
     """A connection that is spoken to in lines and counted bytes."""
 
-    def __init__(self, port):
-        self.socket = socket.create_connection(("127.0.0.1", port))
+    def __init__(self, to):
+        self.socket = connect(to)
         self.file = self.socket.makefile("rb", buffering=1 << 16)
 
     def send(self, *parts):

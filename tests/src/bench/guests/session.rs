@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use super::super::layout::{Kind, Layout};
 use super::super::machine::Machine;
@@ -22,7 +22,7 @@ use crate::hermetic::server::MemServer;
 /// Bytes that a guest may write. The file is sparse, on a tmpfs that goes with the sandbox.
 const SCRATCH_BYTES: u64 = 3 << 30;
 
-/// The same processor under emulation everywhere, and one that numerical libraries know: they take the plainest
+/// The same processor everywhere, and one that numerical libraries know: they take the plainest
 /// for an old one of AMD, with instructions that QEMU has not got.
 const PROCESSOR: &str =
     "<cpu mode='custom' match='exact' check='none'><model fallback='forbid'>Nehalem</model></cpu>";
@@ -204,7 +204,8 @@ fn run_guest(
     });
     let heard = listen(&mut console, settings.patience, meter.as_ref())
         .and_then(|(outcome, status, paging)| Ok((outcome.finish(status)?, paging)));
-    let ((seconds, result), mut paging) = heard.with_context(|| tail(&console))?;
+    let ((seconds, result), mut paging) =
+        heard.map_err(|error| anyhow!("{error:#}\n{}", tail(&console)))?;
     console.send("done")?;
     guest.wait_state("shut off", SOON)?;
     if let Some(sampler) = sampler {
