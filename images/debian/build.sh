@@ -47,9 +47,10 @@ build_root() {
   sources >"$out/sources"
   [ -s "$out/sources" ] || fail "apt knows no suite of Debian or Ubuntu: run 'apt-get update'"
   while read -r option; do options+=(--aptopt="$option"); done < <(reach)
-  rm -rf "$work"
+  rm -rf --one-file-system "$work"
   # The cluster that PostgreSQL's package would make is not wanted; Java's packages want a folder for manuals.
-  mmdebstrap --mode=root --variant=essential --format=directory --keyring=/usr/share/keyrings \
+  # In mounts of its own, which go with it however it ends.
+  unshare --mount mmdebstrap --mode=root --variant=essential --format=directory --keyring=/usr/share/keyrings \
     --include="$(grep -v '^#' $here/packages | paste -sd,)" ${options[@]+"${options[@]}"} \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/info/*' \
@@ -62,7 +63,7 @@ build_root() {
   local mib; mib=$(du -sm --apparent-size "$work" | cut -f1)
   truncate -s "$((mib * 5 / 4 + 64))M" "$out/root.img.new"
   mke2fs -q -F -t ext4 -O ^has_journal -m 0 -E root_owner=0:0 -d "$work" "$out/root.img.new"
-  rm -rf "$work"
+  rm -rf --one-file-system "$work"
   chmod 644 "$out/root.img.new"
   mv "$out/root.img.new" "$out/root.img"
 }
@@ -97,7 +98,7 @@ sum() { sha256sum | cut -d' ' -f1; }
 
 up_to_date() { [ -e "$out/$1" ] && [ "$(cat "$out/$1.stamp" 2>/dev/null)" = "$2" ]; } # FILE STAMP
 
-rm -rf "$out"/*.new   # left by an interrupted run
+rm -rf --one-file-system "$out"/*.new   # left by an interrupted run
 stamp=$( (declare -f build_root sources; cat $here/packages $here/furnish $here/*.java) | sum)
 up_to_date root.img "$stamp" || { build_root; echo "$stamp" >"$out/root.img.stamp"; }
 stamp=$( (cat "$kernel/stamp" $here/build.sh $here/init $here/run; cd $here && tail -n +1 workloads/* lib/*) | sum)

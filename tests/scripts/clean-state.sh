@@ -39,7 +39,9 @@ for images in target/images target/images-newest; do
   rm -rf $images/root.* $images/fetch.* $images/*.new
 done
 # That one's root is kept, and is called root.img.
-if [ -d target/images-debian ] && flock -n target/images-debian/.lock true; then rm -rf target/images-debian/*.new; fi
+if [ -d target/images-debian ] && flock -n target/images-debian/.lock true; then
+  rm -rf --one-file-system target/images-debian/*.new
+fi
 
 # Swap of a benchmark that was killed; one that runs holds the lock.
 if [ -e target/bench/lock ] && flock -n target/bench/lock true; then
