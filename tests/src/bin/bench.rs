@@ -339,7 +339,7 @@ fn run_guests(arguments: &GuestArguments) -> Result<()> {
     ensure!(arguments.rounds > 0, "at least one round");
     let folder = arguments.out.clone().unwrap_or_else(target);
     fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-    let folder = folder.canonicalize()?;
+    let file = folder.canonicalize()?.join("guests.json");
     let (ram_mib, work) = if arguments.quick {
         (320, 25)
     } else {
@@ -352,10 +352,9 @@ fn run_guests(arguments: &GuestArguments) -> Result<()> {
         ram_mib,
         work,
         patience: Duration::from_secs(arguments.patience),
+        file: file.clone(),
         target: target().join("..").canonicalize()?,
     })?;
-    let file = folder.join("guests.json");
-    results.save(&file)?;
     println!("{}\nAll of it is in {}", results.text(), file.display());
     let (wrong, failed) = (results.wrong(), results.failures.len());
     ensure!(

@@ -45,6 +45,8 @@ pub struct Settings {
     pub work: u64,
     /// Longest time for one guest.
     pub patience: Duration,
+    /// Where results are kept, from the first program on: all of them take hours.
+    pub file: PathBuf,
     /// The project's `target`, where images are.
     pub target: PathBuf,
 }
@@ -67,6 +69,8 @@ pub fn run_all(settings: &Settings) -> Result<Results> {
     for round in 0..settings.rounds {
         for program in &settings.programs {
             run_program(&host, settings, program, round, &mut results);
+            results.seconds = start.elapsed().as_secs_f64();
+            results.save(&settings.file)?;
         }
     }
     if !results.failures.is_empty() {
@@ -74,7 +78,6 @@ pub fn run_all(settings: &Settings) -> Result<Results> {
         host.keep_logs(&logs)?;
         eprintln!("Logs are in {}", logs.display());
     }
-    results.seconds = start.elapsed().as_secs_f64();
     Ok(results)
 }
 
