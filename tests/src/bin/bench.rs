@@ -222,16 +222,19 @@ struct RunnerArguments {
 }
 
 fn main() -> ExitCode {
+    let small = sandbox::obstacle_without_libvirt;
     let done = match Arguments::parse().command {
-        Command::Run(arguments) => return in_sandbox(|| run(&arguments)),
-        Command::Mix(arguments) => return in_sandbox(|| measure_mixes(&arguments)),
+        Command::Run(arguments) => return in_sandbox(small(), || run(&arguments)),
+        Command::Mix(arguments) => return in_sandbox(small(), || measure_mixes(&arguments)),
         Command::Guests(arguments) if arguments.list => {
             for program in guests::catalogue::CATALOGUE {
                 println!("{:<18}{}", program.name, program.summary);
             }
             Ok(())
         }
-        Command::Guests(arguments) => return guests_in_sandbox(&arguments),
+        Command::Guests(arguments) => {
+            return in_sandbox(sandbox::obstacle(), || run_guests(&arguments));
+        }
         Command::Show { file } => {
             Results::load(&file).map(|results| print!("{}", report::text(&results)))
         }
@@ -304,8 +307,8 @@ fn order(arguments: RunnerArguments) -> Result<Order> {
     })
 }
 
-fn in_sandbox(work: impl FnOnce() -> Result<()>) -> ExitCode {
-    if let Some(reason) = sandbox::obstacle_without_libvirt() {
+fn in_sandbox(obstacle: Option<String>, work: impl FnOnce() -> Result<()>) -> ExitCode {
+    if let Some(reason) = obstacle {
         eprintln!("bench: nothing can be measured here: {reason}");
         return ExitCode::FAILURE;
     }
@@ -318,18 +321,6 @@ fn in_sandbox(work: impl FnOnce() -> Result<()>) -> ExitCode {
             ExitCode::from(code)
         }
         Ok(Side::Inside) => tell(work()),
-        Err(error) => tell(Err(error.context("entering the sandbox"))),
-    }
-}
-
-fn guests_in_sandbox(arguments: &GuestArguments) -> ExitCode {
-    if let Some(reason) = sandbox::obstacle() {
-        eprintln!("bench: no guest can run here: {reason}");
-        return ExitCode::FAILURE;
-    }
-    match sandbox::enter() {
-        Ok(Side::Outside(code)) => ExitCode::from(code),
-        Ok(Side::Inside) => tell(run_guests(arguments)),
         Err(error) => tell(Err(error.context("entering the sandbox"))),
     }
 }
