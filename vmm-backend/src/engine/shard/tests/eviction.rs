@@ -187,6 +187,7 @@ fn a_page_that_came_back_early_stays_longer() {
     bench.evict_all();
     bench.fault(7, READ); // a refault out of staging
     bench.touch(100, 2); // younger, but new
+    bench.touch(50, 3);
     bench.shared.staging.set_capacity(1);
     bench.shared.budget.set_limit(1);
     bench.shard.pump();
