@@ -535,7 +535,13 @@ impl<P: Ports> Shard<P> {
                 Some((of, bytes)) if of == entry => {
                     self.install_fetched(page, entry, &bytes, FaultKind::Remote, pending);
                 }
-                _ if self.finds_spare(page, &entry) => self.install_spare(page, entry, pending),
+                _ if self.finds_spare(page, &entry) => {
+                    let fault = pending.fault;
+                    self.install_spare(page, entry, pending);
+                    fault
+                        .into_iter()
+                        .for_each(|fault| self.fetch_ahead(page, fault));
+                }
                 _ => self.fetch_on_demand(page, entry, pending),
             },
         }
@@ -856,7 +862,7 @@ impl<P: Ports> Shard<P> {
             pending.fetched = Some((entry, bytes.into()));
         }
         let arrival = match kind {
-            FaultKind::Staged => Arrival::Refault,
+            FaultKind::Staged if !pending.is_idle() => Arrival::Refault,
             _ => Arrival::New,
         };
         self.end_install(page, how, next, arrival, kind, pending);

@@ -43,6 +43,25 @@ fn what_comes_next_is_fetched_behind_what_is_waited_for() {
 }
 
 #[test]
+fn what_comes_next_and_was_staged_not_long_ago_costs_no_server() {
+    let mut bench = Bench::new();
+    bench.keeps_spares = true;
+    for page in 20..28 {
+        bench.store_remotely(page, page as u8);
+    }
+    bench.fault(20, READ);
+    bench.fault(21, READ);
+    assert_eq!(asked(&mut bench), []);
+    for page in 20..26 {
+        assert_eq!(bench.read(page), Some(bytes(page as u8)));
+        assert_eq!(bench.state(page), State::Resident);
+    }
+    assert_eq!(bench.state(26), State::Stored);
+    assert_eq!(bench.shared.budget.used(), 6);
+    assert_eq!(bench.shared.stats.fetched_ahead.get(), 0);
+}
+
+#[test]
 fn who_asks_for_a_page_under_way_waits_for_that() {
     let mut bench = under_way();
     bench.fault(23, WRITE);
