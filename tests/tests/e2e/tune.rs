@@ -1,4 +1,5 @@
-//! Point 2: the limit changes while the guest works, whose memory moves in blocks of several pages.
+//! Point 2: the limit changes while the guest works, whose memory moves in blocks of several pages, by more
+//! threads and with more of it on its way than usual.
 
 use std::time::Duration;
 
@@ -25,10 +26,15 @@ fn ten_times(lab: &Lab) -> Result<()> {
     let sampler = Sampler::start(&guest);
     let mut console = guest.boot()?;
     lab.tune(&guest, &["--granularity", "64KiB", "--persist"])?;
-    ensure!(guest.status()?.granularity_bytes == Some(64 << 10));
+    lab.tune(&guest, &["--workers=3", "--queue-depth=16", "--persist"])?;
+    let status = guest.status()?;
+    ensure!(status.granularity_bytes == Some(64 << 10));
+    let (workers, depth) = (status.workers, status.queue_depth);
+    ensure!(workers.map(u32::from) == Some(3) && depth.map(u32::from) == Some(16));
     let definition = virsh_ok(&["dumpxml", "--inactive", &guest.uuid])?;
     ensure!(
-        definition.contains(r#" local-ratio="1" granularity="64KiB" "#),
+        definition
+            .contains(r#" local-ratio="1" granularity="64KiB" workers="3" queue-depth="16" "#),
         "{definition}"
     );
     console.ask(&format!("alloc {SHARE}"), "ALLOCATED", LONG)?;
