@@ -186,8 +186,9 @@ fn a_page_that_came_back_early_stays_longer() {
     bench.touch(7, 1);
     bench.evict_all();
     bench.fault(7, READ); // a refault out of staging
-    bench.touch(100, 2); // younger, but new
-    bench.touch(50, 3);
+    for page in (0..12).map(|number| 100 - 5 * number) {
+        bench.touch(page, 2); // younger, but new
+    }
     bench.shared.staging.set_capacity(1);
     bench.shared.budget.set_limit(1);
     bench.shard.pump();
