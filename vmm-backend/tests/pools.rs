@@ -461,7 +461,7 @@ proptest! {
     ) {
         const FIRST: u32 = 1000;
         let range = PageRun { first: PageIndex(FIRST), count: 64 };
-        let mut policy = TwoQueues::new(range);
+        let mut policy = TwoQueues::new(range, std::sync::Arc::default());
         let mut there = HashSet::new();
         for op in ops {
             match op {

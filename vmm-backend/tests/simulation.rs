@@ -44,8 +44,8 @@ use world::{Memory, Violation};
 /// Steps of the default run, over all seeds, of each world: more than a million together.
 const fn steps_of(memory: Memory) -> u64 {
     match memory {
-        Memory::Tmpfs => 800_000,
-        Memory::TmpfsTwoCopies | Memory::Hugetlbfs => 200_000,
+        Memory::Tmpfs => 1_600_000,
+        Memory::TmpfsTwoCopies | Memory::Hugetlbfs => 400_000,
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use outram_backend::engine::ages::Ages;
 use outram_backend::engine::budget::Budget;
 use outram_backend::engine::pace::Pace;
 use outram_backend::engine::recovery::{StagedBytes, recover_page};
@@ -350,6 +351,7 @@ fn left(words: &[u64]) -> Shared {
         staging: StagingPool::new(0),
         slots,
         pace: Pace::default(),
+        ages: Ages::default(),
         key: PageKey::new(&[3; 32], Seal::On),
         lost_pages: LostPages::Stop,
         stats: Stats::new(),

@@ -12,6 +12,7 @@
 //! policy. Misses of the preparation are not counted.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
 
 use outram_backend::engine::budget::Budget;
 use outram_backend::engine::eviction::RUN_BYTES;
@@ -248,12 +249,13 @@ impl Outram {
     fn new(trace: &Trace, limit: usize) -> Self {
         let size = PageSize::BASE;
         let bytes = |pages: usize| pages as u64 * size.bytes();
+        let range = PageRun {
+            first: PageIndex(0),
+            count: trace.pages as u32,
+        };
         let sizes = Sizes::of(bytes(limit), bytes(trace.pages), size);
         Self {
-            policy: TwoQueues::new(PageRun {
-                first: PageIndex(0),
-                count: trace.pages as u32,
-            }),
+            policy: TwoQueues::new(range, Arc::default()),
             budget: Budget::new(sizes.budget_pages, size),
             staging: sizes.staging_pages.into(),
             run_pages: size.pages_in(RUN_BYTES, 1),

@@ -10,13 +10,14 @@ use outram_wire::tuning::{QueueDepth, Tuning};
 use serde_json::json;
 
 use crate::crash::{FILLED, demand_answers, filled, load};
-use crate::fixture::{Guest, LONG, Lab, Wish, demand_sound, halt};
+use crate::fixture::{Guest, LONG, Lab, PAGE, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("pages_that_are_moved_together_come_together", together),
     ("a_granularity_changes_under_load", changing),
     ("workers_come_and_go_under_load", crew),
     ("a_queue_depth_bounds_what_is_written_back", depth),
+    ("what_is_in_use_has_room_wherever_it_lies", lopsided),
 ];
 
 /// Pages of a block of 64 KiB.
@@ -205,5 +206,27 @@ fn depth(lab: &Lab) -> Result<()> {
     guest.take_over(lab, &wish)?;
     ensure!(guest.status()?.queue_depth.map(u32::from) == Some(3));
     guest.verify(0, FILLED + more)?;
+    guest.end(&[&server])
+}
+
+/// Each half of the RAM is a shard's own; what is in use of the one drives out what is not of the other.
+fn lopsided(lab: &Lab) -> Result<()> {
+    const HALF: u64 = 8192;
+    const IN_USE: u64 = 5000;
+    let server = lab.server()?;
+    let wish = Wish {
+        limit: 32 << 20,
+        servers: &[&server.address],
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    ensure!(guest.status()?.ram_bytes == 2 * HALF * PAGE, "two halves");
+    guest.fill(0, HALF - 100)?;
+    guest.fill(HALF, IN_USE)?;
+    for _ in 0..3 {
+        guest.verify(HALF, IN_USE)?;
+    }
+    let there = guest.present(HALF, IN_USE)?;
+    ensure!(there == IN_USE, "{there} of {IN_USE} pages are there");
     guest.end(&[&server])
 }

@@ -118,6 +118,11 @@ impl Budget {
         self.shortage() > 0
     }
 
+    /// Pages chosen for eviction that are still there.
+    pub fn evicting(&self) -> u64 {
+        self.evicting.load(Ordering::SeqCst)
+    }
+
     /// Notes pages chosen for eviction.
     pub fn start_evicting(&self, pages: u64) {
         self.evicting.fetch_add(pages, Ordering::AcqRel);

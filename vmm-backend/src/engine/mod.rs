@@ -9,6 +9,7 @@
 //! Lock order: [`staging::StagingPool`] and [`slots::SlotPool`] are leaf locks, never held
 //! together, nor across a call on a port.
 
+pub mod ages;
 pub mod budget;
 pub mod eviction;
 pub mod pace;
@@ -224,6 +225,8 @@ pub struct Shared {
     pub slots: slots::SlotPool,
     /// How its memory is moved.
     pub pace: pace::Pace,
+    /// How long pages have been there.
+    pub ages: ages::Ages,
     /// Key that the guest's pages leave and come back under.
     pub key: seal::PageKey,
     /// What becomes of the guest where it uses a page that is lost.

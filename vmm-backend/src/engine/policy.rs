@@ -1,7 +1,9 @@
 //! Which pages to evict. Separate from how: a policy sees pages come, and names runs to go.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
+use super::ages::Clock;
 use super::pace::block_of;
 use super::{PageIndex, PageRun};
 
@@ -20,6 +22,8 @@ pub trait Policy: Send {
     fn arrived(&mut self, page: PageIndex, arrival: Arrival);
     /// A page is no longer there for another reason than being chosen.
     fn departed(&mut self, page: PageIndex);
+    /// The number of the arrival of the page that would go next.
+    fn oldest(&mut self) -> Option<u32>;
     /// The next run of at most `most` pages, all of which `may_go` accepts; `None` where no page
     /// may go. Pages named are forgotten until they arrive again. `granule` pages, a power of two, are
     /// meant to go together.
@@ -50,7 +54,7 @@ pub struct TwoQueues {
     arrivals: Vec<u32>,
     /// Pages that are queued at an arrival of theirs.
     present: usize,
-    next_arrival: u32,
+    clock: Arc<Clock>,
     fresh: VecDeque<(PageIndex, u32)>,
     proven: VecDeque<(PageIndex, u32)>,
     /// Of all that is queued, what may be in `proven`.
@@ -61,7 +65,6 @@ pub struct TwoQueues {
 const LEFT_FRESH: u32 = 0;
 /// Was evicted out of `proven`.
 const LEFT_PROVEN: u32 = 1;
-const FIRST_ARRIVAL: u32 = 2;
 
 /// What may be in `proven`, of all that is queued: at first and at the least, and at the most.
 const SHARE_LEAST: f64 = 0.1;
@@ -71,17 +74,17 @@ const SHARE_MOST: f64 = 0.9;
 const PROVEN_COUNTS: f64 = 8.0;
 
 fn is_queued(arrival: u32) -> bool {
-    arrival >= FIRST_ARRIVAL
+    arrival >= Clock::FIRST
 }
 
 impl TwoQueues {
-    /// A policy for the pages of `range`.
-    pub fn new(range: PageRun) -> Self {
+    /// A policy for the pages of `range`, whose arrivals `clock` numbers.
+    pub fn new(range: PageRun, clock: Arc<Clock>) -> Self {
         Self {
             first: range.first,
             arrivals: vec![LEFT_FRESH; range.count as usize],
             present: 0,
-            next_arrival: FIRST_ARRIVAL,
+            clock,
             fresh: VecDeque::new(),
             proven: VecDeque::new(),
             proven_share: SHARE_LEAST,
@@ -99,25 +102,38 @@ impl TwoQueues {
         *place = arrival;
     }
 
-    fn pop_oldest(&mut self) -> Option<(PageIndex, u32)> {
+    /// The queue to draw from.
+    fn due(&mut self) -> &mut VecDeque<(PageIndex, u32)> {
+        let queued = self.proven.len() + self.fresh.len();
+        let is_long = self.proven.len() as f64 > self.proven_share * queued as f64;
+        match is_long || self.fresh.is_empty() {
+            true => &mut self.proven,
+            false => &mut self.fresh,
+        }
+    }
+
+    /// What goes next, still in its queue; drops what departed or arrived again since.
+    fn peek_oldest(&mut self) -> Option<(PageIndex, u32)> {
         loop {
-            let queued = self.proven.len() + self.fresh.len();
-            let from_proven = self.proven.len() as f64 > self.proven_share * queued as f64;
-            let (page, arrival) = match from_proven {
-                true => self.proven.pop_front(),
-                false => self.fresh.pop_front().or_else(|| self.proven.pop_front()),
-            }?;
+            let (page, arrival) = *self.due().front()?;
             if self.arrival(page) == arrival {
                 return Some((page, arrival));
             }
+            self.due().pop_front();
         }
+    }
+
+    fn pop_oldest(&mut self) -> Option<(PageIndex, u32)> {
+        let oldest = self.peek_oldest()?;
+        self.due().pop_front();
+        Some(oldest)
     }
 
     /// Whether a neighbour is old enough to go along with a page that arrived at `oldest`: in the
     /// older quarter of what came since.
     fn goes_along(&self, page: PageIndex, oldest: u32) -> bool {
         let arrival = self.arrival(page);
-        let span = self.next_arrival.wrapping_sub(oldest);
+        let span = self.clock.now().wrapping_sub(oldest);
         is_queued(arrival) && arrival.wrapping_sub(oldest) <= span / 4 + 2 * 64
     }
 
@@ -172,8 +188,7 @@ impl TwoQueues {
 
 impl Policy for TwoQueues {
     fn arrived(&mut self, page: PageIndex, arrival: Arrival) {
-        let number = self.next_arrival | u32::from(arrival == Arrival::Refault);
-        self.next_arrival = self.next_arrival.wrapping_add(2).max(FIRST_ARRIVAL);
+        let number = self.clock.tick() | u32::from(arrival == Arrival::Refault);
         let had_left = self.arrival(page);
         self.set_arrival(page, number);
         match arrival {
@@ -188,6 +203,10 @@ impl Policy for TwoQueues {
 
     fn departed(&mut self, page: PageIndex) {
         self.set_arrival(page, LEFT_FRESH);
+    }
+
+    fn oldest(&mut self) -> Option<u32> {
+        self.peek_oldest().map(|(_, arrival)| arrival)
     }
 
     fn choose(
@@ -229,10 +248,11 @@ mod tests {
     use super::*;
 
     fn policy(pages: u32) -> TwoQueues {
-        TwoQueues::new(PageRun {
+        let range = PageRun {
             first: PageIndex(100),
             count: pages,
-        })
+        };
+        TwoQueues::new(range, Arc::default())
     }
 
     #[test]

@@ -105,6 +105,7 @@ mod tests {
     use outram_wire::seal::Seal;
 
     use super::*;
+    use crate::engine::ages::Ages;
     use crate::engine::budget::Budget;
     use crate::engine::pace::Pace;
     use crate::engine::seal::PageKey;
@@ -143,6 +144,7 @@ mod tests {
             staging: StagingPool::new(0),
             slots,
             pace: Pace::default(),
+            ages: Ages::default(),
             key: PageKey::new(&[3; 32], Seal::On),
             lost_pages: LostPages::Stop,
             stats: Stats::new(),

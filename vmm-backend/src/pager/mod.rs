@@ -41,6 +41,7 @@ use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
 use crate::crash_points::{self, Point};
 use crate::engine::PageRun;
+use crate::engine::ages::Ages;
 use crate::engine::pace::Pace;
 use crate::engine::policy::TwoQueues;
 use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
@@ -271,6 +272,7 @@ impl PreparedPager {
             staging: staging::StagingPool::new(sizes.staging_pages),
             slots: slots::SlotPool::new(sessions.len()),
             pace,
+            ages: Ages::default(),
             key: PageKey::new(&secret, config.seal),
             lost_pages: config.lost_pages,
             stats: stats::Stats::new(),
@@ -590,7 +592,7 @@ impl Parts<'_> {
             epoch: Instant::now(),
         };
         let range = self.held.ram.ranges()[number];
-        let policy = Box::new(TwoQueues::new(range));
+        let policy = Box::new(TwoQueues::new(range, shared.ages.clock()));
         let gauges = Arc::<ShardGauges>::default();
         let mut thread = ShardThread {
             shard: Shard::new(range, Arc::clone(&shared), ports, policy),

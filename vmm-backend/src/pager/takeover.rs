@@ -41,6 +41,7 @@ use super::{
     Held, Pager, PagerConfig, PagerError, PreparedPager, Recovered, lock, pace_of, system,
 };
 use crate::crash_points::{self, Point};
+use crate::engine::ages::Ages;
 use crate::engine::recovery::recover_page;
 use crate::engine::seal::PageKey;
 use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
@@ -184,6 +185,7 @@ impl Orphan {
             // Its capacity is set once its slots are claimed.
             staging: StagingPool::new(0),
             slots: former_slots(&self.state_dir.records(), &self.record)?,
+            ages: Ages::default(),
             pace: pace_of(&tuning, size).map_err(|error| {
                 let records = self.state_dir.records();
                 records.unusable("granularity", error.to_string())

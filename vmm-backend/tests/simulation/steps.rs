@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use outram_backend::engine::ages::Ages;
 use outram_backend::engine::budget::Budget;
 use outram_backend::engine::pace::Pace;
 use outram_backend::engine::policy::TwoQueues;
@@ -98,6 +99,7 @@ pub(crate) fn shared(words: TableWords, seal: Seal, lost_pages: LostPages) -> Sh
         staging: StagingPool::new(0),
         slots: SlotPool::new(SERVERS),
         pace: Pace::default(),
+        ages: Ages::default(),
         key: PageKey::new(&[7; 32], seal),
         lost_pages,
         stats: Stats::new(),
@@ -115,7 +117,7 @@ pub(crate) fn shards(world: &Rc<RefCell<World>>, shared: &SharedRef) -> Vec<Shar
             shard: number,
             world: Rc::clone(world),
         };
-        let policy = Box::new(TwoQueues::new(range));
+        let policy = Box::new(TwoQueues::new(range, shared.ages.clock()));
         Shard::new(range, Arc::clone(shared), ports, policy)
     });
     shards.collect()

@@ -22,9 +22,11 @@ mod reclaim;
 mod tests;
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 
 use outram_wire::lost_pages::LostPages;
 
+use super::ages::ShardAge;
 use super::eviction::Punching;
 use super::policy::{Arrival, Policy};
 use super::prefetch::Prefetch;
@@ -158,7 +160,8 @@ pub struct Shard<P: Ports> {
     next_fetch: u64,
     runs_out: Vec<(PageRun, Punching)>,
     resident: u64,
-    alerted: bool,
+    /// What other shards see of it.
+    age: Arc<ShardAge>,
     ending: bool,
     next_zero: PageIndex,
     zero_ahead: u32,
@@ -178,6 +181,7 @@ impl<P: Ports> Shard<P> {
     pub fn new(range: PageRun, shared: SharedRef, ports: P, policy: Box<dyn Policy>) -> Self {
         let room: Box<[u8]> = vec![0; shared.page_size.length()].into();
         let window = shared.pace.window(shared.page_size);
+        let age = shared.ages.join();
         let prefetch = Prefetch::new(window, shared.pace.granule());
         Self {
             range,
@@ -202,7 +206,7 @@ impl<P: Ports> Shard<P> {
             next_fetch: 0,
             runs_out: Vec::new(),
             resident: 0,
-            alerted: false,
+            age,
             ending: false,
             next_zero: range.first,
             zero_ahead: 1,

@@ -7,28 +7,56 @@ use crate::engine::staging::Spare;
 use crate::engine::{SlotId, StagedPage};
 
 impl<P: Ports> Shard<P> {
-    /// Hands out runs while the guest is above its watermark.
+    /// Hands out runs while the guest is above its watermark, as long as no other shard has pages that
+    /// should go first; that one is told.
     pub(super) fn schedule_runs(&mut self) {
-        let run_pages = self.shared.page_size.pages_in(RUN_BYTES, 1) as u32;
+        self.age.look();
+        let run_pages = self.shared.page_size.pages_in(RUN_BYTES, 1);
         let granule = self.shared.pace.granule();
-        while self.runs_out.len() < self.shared.pace.runs_out() && !self.ending {
-            let share = self.share_of_shortage().min(run_pages);
-            let share = share.next_multiple_of(granule);
-            let most = share.min(self.free_staging(share));
-            if most == 0 || !self.hand_out_run(most) {
+        self.publish_age();
+        while self.may_hand_out() {
+            let wanted = self.shared.budget.shortage().min(run_pages) as u32;
+            let wanted = wanted.next_multiple_of(granule);
+            let most = wanted.min(self.free_staging(wanted));
+            if most == 0 || self.elder().is_some() && !self.is_nobody_evicting() {
+                break;
+            }
+            let is_out = self.hand_out_run(most);
+            self.publish_age();
+            if !is_out {
+                // What it has may not go now: others should.
+                self.age.publish(None);
                 break;
             }
         }
-        // Other shards may have what this one lacks.
-        let pressed = self.shared.budget.is_pressed();
-        if pressed && !self.alerted {
+        if self.shared.budget.is_pressed() && self.elder().is_some_and(|elder| elder.ask()) {
             self.ports.alert_shards();
         }
-        self.alerted = pressed;
         // What was given back here may be what others wait for.
         if self.shared.budget.is_room_waited_for() || self.shared.staging.ends_starvation() {
             self.ports.alert_shards();
         }
+    }
+
+    /// Tells others how long the pages have been there that it could hand out now.
+    fn publish_age(&mut self) {
+        let oldest = self.policy.oldest().filter(|_| self.may_hand_out());
+        self.age.publish(oldest);
+    }
+
+    fn may_hand_out(&self) -> bool {
+        self.runs_out.len() < self.shared.pace.runs_out() && !self.ending
+    }
+
+    /// The shard that has pages which should go before any of this one.
+    fn elder(&self) -> Option<Arc<ShardAge>> {
+        self.shared.ages.elder(&self.age)
+    }
+
+    /// Whether faults wait for room that nobody is making: then it does not matter whose pages go.
+    fn is_nobody_evicting(&self) -> bool {
+        let budget = &self.shared.budget;
+        budget.evicting() == 0 && budget.waiting() + budget.waiting_for_pool() > 0
     }
 
     /// Staging slots free for `wanted` pages; where there are none, whoever frees one says so.
@@ -38,15 +66,6 @@ impl<P: Ports> Shard<P> {
             staging.note_starved();
         }
         staging.available()
-    }
-
-    /// The part of the shortage that falls to this shard, by its share of resident pages.
-    fn share_of_shortage(&self) -> u32 {
-        let shortage = self.shared.budget.shortage();
-        let all = self.shared.stats.pages(State::Resident) + self.shared.stats.pages(State::Busy);
-        let share =
-            (u128::from(shortage) * u128::from(self.resident)).div_ceil(u128::from(all.max(1)));
-        u32::try_from(share).unwrap_or(u32::MAX)
     }
 
     fn hand_out_run(&mut self, most: u32) -> bool {

@@ -7,6 +7,7 @@ use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::units::PAGE_SIZE;
 
+use crate::engine::ages::Ages;
 use crate::engine::budget::Budget;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
 use crate::engine::pace::Pace;
@@ -247,6 +248,7 @@ fn shared_with(limit: u64, staging: u32, lost_pages: LostPages) -> SharedRef {
         staging: StagingPool::new(staging),
         slots,
         pace: Pace::default(),
+        ages: Ages::default(),
         key: PageKey::new(&[3; 32], Seal::On),
         lost_pages,
         stats,
@@ -291,7 +293,7 @@ impl Bench {
             clock_us: 0,
         };
         let range = run(first, SHARD_PAGES);
-        let policy = Box::new(TwoQueues::new(range));
+        let policy = Box::new(TwoQueues::new(range, shared.ages.clock()));
         let mut shard = Shard::new(range, Arc::clone(shared), script, policy);
         shard.plug(range);
         Self {

@@ -1,6 +1,7 @@
 //! Runs on their way out, and what comes in between.
 
 use super::bench::*;
+use crate::engine::SharedRef;
 use crate::engine::table::State;
 
 #[test]
@@ -200,7 +201,7 @@ fn a_page_that_came_back_early_stays_longer() {
 fn a_queue_of_pages_that_come_and_go_does_not_grow() {
     use crate::engine::PageIndex;
     use crate::engine::policy::{Arrival, Policy, TwoQueues};
-    let mut policy = TwoQueues::new(run(0, 8));
+    let mut policy = TwoQueues::new(run(0, 8), std::sync::Arc::default());
     for _ in 0..10_000 {
         policy.arrived(PageIndex(3), Arrival::New);
         policy.departed(PageIndex(3));
@@ -213,4 +214,49 @@ fn a_queue_of_pages_that_come_and_go_does_not_grow() {
     });
     assert_eq!((chosen, looks), (Some(run(4, 1)), 1));
     assert!(policy.queued() <= 16, "{} queued", policy.queued());
+}
+
+/// Two shards of one guest with ten pages each, those of the first the older ones.
+fn old_and_young(shared: &SharedRef) -> [Bench; 2] {
+    let mut both = [0, SHARD_PAGES].map(|first| Bench::of(first, shared));
+    for (number, bench) in both.iter_mut().enumerate() {
+        for page in 0..10 {
+            // Apart, so that none comes ahead.
+            bench.touch(number as u32 * SHARD_PAGES + 3 + 5 * page, 1);
+        }
+    }
+    both
+}
+
+#[test]
+fn older_pages_of_another_shard_go_first() {
+    let shared = shared(100, 32);
+    let [mut old, mut young] = old_and_young(&shared);
+    shared.budget.set_limit(24);
+    for _ in 0..3 {
+        young.shard.pump();
+        assert_eq!(young.world().runs.len(), 0);
+    }
+    assert_eq!(young.world().alerts, 1, "asked once until it looks");
+    old.shard.pump();
+    assert_eq!(old.world().runs[0].pages, run(3, 1));
+    assert_eq!(old.world().alerts, 0);
+
+    // Once the one has as much to do as it may have, the other helps.
+    shared.budget.set_limit(1);
+    old.shard.pump();
+    young.shard.pump();
+    assert!(!young.world().runs.is_empty());
+}
+
+/// Its faults do not wait for the other to wake up.
+#[test]
+fn younger_pages_go_where_faults_wait_for_room_and_nobody_makes_any() {
+    let shared = shared(20, 0);
+    let [old, mut young] = old_and_young(&shared);
+    shared.staging.set_capacity(32);
+    young.fault(SHARD_PAGES + 77, READ);
+    young.shard.pump();
+    assert_eq!(young.world().runs[0].pages, run(SHARD_PAGES + 3, 1));
+    drop(old);
 }

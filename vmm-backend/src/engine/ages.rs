@@ -1,0 +1,102 @@
+//! How long pages have been there, in all shards: what came first goes first, whichever shard it is in.
+//!
+//! Shards own fixed parts of the guest's RAM. Did each make room among its own pages only, a guest that
+//! works in one part would be short of memory while another kept pages that nobody uses.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
+
+/// Numbers the arrivals of pages in all shards. Numbers are even, and not below [`Clock::FIRST`];
+/// they wrap.
+#[derive(Debug)]
+pub struct Clock(AtomicU32);
+
+impl Clock {
+    /// The first number.
+    pub const FIRST: u32 = 2;
+
+    /// The number of an arrival.
+    pub(super) fn tick(&self) -> u32 {
+        match self.0.fetch_add(Self::FIRST, Ordering::Relaxed) {
+            0 => self.tick(),
+            number => number,
+        }
+    }
+
+    /// The number of the next arrival, or thereabouts.
+    pub(super) fn now(&self) -> u32 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self(AtomicU32::new(Self::FIRST))
+    }
+}
+
+/// What other shards see of one.
+#[derive(Debug, Default)]
+pub struct ShardAge {
+    /// Number of the arrival of the page that it would evict next; 0 where there is none.
+    oldest: AtomicU32,
+    /// It was asked to evict, and has not looked since.
+    is_asked: AtomicBool,
+}
+
+impl ShardAge {
+    pub(super) fn publish(&self, oldest: Option<u32>) {
+        self.oldest.store(oldest.unwrap_or(0), Ordering::SeqCst);
+    }
+
+    /// Notes that somebody wants it to evict; whether nobody has since it looked last.
+    pub(super) fn ask(&self) -> bool {
+        !self.is_asked.swap(true, Ordering::SeqCst)
+    }
+
+    /// Notes that it is about to look.
+    pub(super) fn look(&self) {
+        self.is_asked.store(false, Ordering::SeqCst);
+    }
+}
+
+/// The ages of all shards; shared by them.
+#[derive(Debug, Default)]
+pub struct Ages {
+    clock: Arc<Clock>,
+    shards: RwLock<Vec<Weak<ShardAge>>>,
+}
+
+impl Ages {
+    /// What numbers arrivals.
+    pub fn clock(&self) -> Arc<Clock> {
+        Arc::clone(&self.clock)
+    }
+
+    /// One more shard, until that is dropped.
+    pub(super) fn join(&self) -> Arc<ShardAge> {
+        let age = Arc::<ShardAge>::default();
+        // Each change of the list is one call.
+        let mut shards = self.shards.write().unwrap_or_else(PoisonError::into_inner);
+        shards.retain(|shard| shard.strong_count() > 0);
+        shards.push(Arc::downgrade(&age));
+        age
+    }
+
+    /// The shard whose pages are the oldest, where those of `shard` are so much younger that they should
+    /// not go yet: where the ages are about the same, the shard that needs room makes it by itself,
+    /// which costs no message.
+    pub(super) fn elder(&self, shard: &ShardAge) -> Option<Arc<ShardAge>> {
+        let now = self.clock.now();
+        let age = |shard: &ShardAge| match shard.oldest.load(Ordering::SeqCst) {
+            0 => 0,
+            oldest => u64::from(now.wrapping_sub(oldest)),
+        };
+        let shards = self.shards.read().unwrap_or_else(PoisonError::into_inner);
+        let oldest = shards
+            .iter()
+            .filter_map(Weak::upgrade)
+            .max_by_key(|shard| age(shard))?;
+        (age(shard) < age(&oldest) * 3 / 4).then_some(oldest)
+    }
+}
