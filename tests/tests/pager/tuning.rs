@@ -194,12 +194,14 @@ fn depth(lab: &Lab) -> Result<()> {
     let more = 2000;
     let filling = guest.send(0, "fill", json!({"page": FILLED, "pages": more}))?;
     let shallow = batches_sent(&guest, before)?;
+    // The first went as soon as there was something to write, and may be a short one.
+    let before = guest.status()?.counters.wire_sent_bytes;
     guest.set_tuning(of_depth(3)?)?;
-    let deep = batches_sent(&guest, before)?;
+    let more_deep = batches_sent(&guest, before)?;
     server.signal(Signal::SIGCONT)?;
     ensure!(
-        (shallow, deep) == (1, 3),
-        "{shallow} batches with a queue depth of 1, {deep} with one of 3"
+        (shallow, more_deep) == (1, 2),
+        "{shallow} batches with a queue depth of 1, {more_deep} more with one of 3"
     );
     demand_sound(&guest.answer(filling)?)?;
     guest.kill_backend()?;
