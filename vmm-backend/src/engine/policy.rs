@@ -134,6 +134,7 @@ impl TwoQueues {
     fn goes_along(&self, page: PageIndex, oldest: u32) -> bool {
         let arrival = self.arrival(page);
         let span = self.clock.now().wrapping_sub(oldest);
+        // Every other number is an arrival's.
         is_queued(arrival) && arrival.wrapping_sub(oldest) <= span / 4 + 2 * 64
     }
 

@@ -159,7 +159,6 @@ pub struct Shard<P: Ports> {
     homing: Option<Homing>,
     next_fetch: u64,
     runs_out: Vec<(PageRun, Punching)>,
-    resident: u64,
     /// What other shards see of it.
     age: Arc<ShardAge>,
     ending: bool,
@@ -205,7 +204,6 @@ impl<P: Ports> Shard<P> {
             homing: None,
             next_fetch: 0,
             runs_out: Vec::new(),
-            resident: 0,
             age,
             ending: false,
             next_zero: range.first,
@@ -497,11 +495,6 @@ impl<P: Ports> Shard<P> {
         let keeps = |entry: &Entry| in_memory(entry) && entry.slot.is_some();
         if keeps(&before) && !keeps(&entry) {
             self.shared.slots.end_keep();
-        }
-        match (in_memory(&before), in_memory(&entry)) {
-            (false, true) => self.resident += 1,
-            (true, false) => self.resident -= 1,
-            _ => {}
         }
         self.shared.stats.moved(before.state, entry.state);
         self.shared.table.store(page, &entry);

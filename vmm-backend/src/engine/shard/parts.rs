@@ -49,7 +49,6 @@ impl<P: Ports> Shard<P> {
         match (entry.state, ticket) {
             (State::Resident, _) => {
                 self.shared.budget.force(1);
-                self.resident += 1;
                 self.policy.arrived(page, Arrival::New);
             }
             (State::Staged, Some(staging)) => {

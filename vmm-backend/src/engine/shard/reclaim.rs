@@ -21,13 +21,12 @@ impl<P: Ports> Shard<P> {
             if most == 0 || self.elder().is_some() && !self.is_nobody_evicting() {
                 break;
             }
-            let is_out = self.hand_out_run(most);
-            self.publish_age();
-            if !is_out {
+            if !self.hand_out_run(most) {
                 // What it has may not go now: others should.
                 self.age.publish(None);
                 break;
             }
+            self.publish_age();
         }
         if self.shared.budget.is_pressed() && self.elder().is_some_and(|elder| elder.ask()) {
             self.ports.alert_shards();

@@ -253,10 +253,9 @@ fn older_pages_of_another_shard_go_first() {
 #[test]
 fn younger_pages_go_where_faults_wait_for_room_and_nobody_makes_any() {
     let shared = shared(20, 0);
-    let [old, mut young] = old_and_young(&shared);
+    let [_old, mut young] = old_and_young(&shared);
     shared.staging.set_capacity(32);
     young.fault(SHARD_PAGES + 77, READ);
     young.shard.pump();
     assert_eq!(young.world().runs[0].pages, run(SHARD_PAGES + 3, 1));
-    drop(old);
 }
