@@ -83,6 +83,7 @@ fn without_memory(
             dirty: false,
             ..bare
         },
+        State::Absent if before.is_unhealed() => before.into_unhealed(),
         State::Absent | State::Resident | State::Busy => before.into_absent(),
         State::Lost => lost,
     }
@@ -186,6 +187,17 @@ mod tests {
         again.table.store(PAGE, &after);
         assert_eq!(recover_page(&again, PAGE, is_present, &staging), after);
         after
+    }
+
+    #[test]
+    fn what_was_lost_and_given_back_is_healed_yet() {
+        let (shared, staging) = left();
+        let before = entry(&shared, State::Lost, None).into_unhealed();
+        shared.table.store(PAGE, &before);
+        let after = recover_page(&shared, PAGE, false, &staging);
+        assert!(after.is_unhealed());
+        let present = recover_page(&shared, PAGE, true, &staging);
+        assert_eq!(present, before.into_dirty_resident());
     }
 
     #[test]

@@ -130,6 +130,19 @@ impl Entry {
         }
     }
 
+    /// The same page given back after it was lost, and not made zero yet.
+    pub fn into_unhealed(self) -> Self {
+        Self {
+            dirty: true,
+            ..self.into_absent()
+        }
+    }
+
+    /// Whether it was given back after it was lost, and not made zero yet.
+    pub fn is_unhealed(&self) -> bool {
+        self.state == State::Absent && self.dirty
+    }
+
     /// The same page with nothing anywhere; its generation goes on.
     pub fn into_absent(self) -> Self {
         Self {

@@ -928,27 +928,33 @@ impl<P: Ports> Shard<P> {
         if entry.state != State::Absent {
             self.shared.stats.removed.count();
         }
-        self.clear(page, entry);
+        let was_error = entry.state == State::Lost && self.shared.lost_pages == LostPages::Poison;
+        let next = match was_error || entry.is_unhealed() {
+            // A fault from before may have made it a memory error after it was given back. A successor
+            // sees to it where we do not come to it.
+            true => entry.into_unhealed(),
+            false => entry.into_absent(),
+        };
+        self.clear(page, entry, next);
         // Whoever waits for the old bytes gets zeros.
         if let Some(pending) = self.end_waiting(page)
             && !pending.is_idle()
         {
             self.resolve(page, pending);
-        } else if entry.state == State::Lost && self.shared.lost_pages == LostPages::Poison {
-            // A fault from before may have made it a memory error after it was given back.
+        } else if next.is_unhealed() {
             let heal = Pending::new(None, self.ports.now_us());
             self.resolve(page, heal);
         }
     }
 
-    /// Frees all that a page holds anywhere. It is not busy.
-    fn clear(&mut self, page: PageIndex, entry: Entry) {
+    /// Frees all that a page holds anywhere; it is absent from now on, as `next` says. It is not busy.
+    fn clear(&mut self, page: PageIndex, entry: Entry, next: Entry) {
         if entry.state == State::Resident {
             self.shared.budget.release(1);
             self.policy.departed(page);
         }
         if entry.state != State::Absent {
-            self.set(page, entry.into_absent());
+            self.set(page, next);
             crash_points::pass(Point::DiscardApplied);
         }
         self.free_slot(entry.slot);

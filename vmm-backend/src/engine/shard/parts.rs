@@ -65,6 +65,10 @@ impl<P: Ports> Shard<P> {
                     is_sealed,
                 });
             }
+            (State::Absent, _) if entry.is_unhealed() => {
+                let heal = Pending::new(None, self.ports.now_us());
+                self.retry_later(page, heal);
+            }
             _ => {}
         }
     }

@@ -412,3 +412,34 @@ fn a_page_poisoned_while_it_was_given_back_is_healed() {
     assert!(bench.world().poisoned.is_empty());
     assert_eq!(bench.read(7), Some(vec![0; 4096]));
 }
+
+#[test]
+fn a_page_given_back_twice_before_it_is_healed_is_healed() {
+    let mut bench = lost_and_poisonable(7);
+    bench.fault(7, READ);
+    bench.world().agains = u32::MAX;
+    bench.remove(7);
+    bench.remove(7);
+    assert_eq!(bench.world().poisoned, BTreeSet::from([7]));
+    bench.world().agains = 0;
+    bench.shard.pump();
+    assert!(bench.world().poisoned.is_empty());
+    assert_eq!(bench.read(7), Some(vec![0; 4096]));
+}
+
+#[test]
+fn a_successor_heals_what_was_given_back_and_not_healed() {
+    let mut dying = lost_and_poisonable(7);
+    dying.fault(7, READ);
+    dying.world().agains = u32::MAX;
+    dying.remove(7);
+    let left = dying.entry(7);
+    let mut bench = Bench::poisoning();
+    bench.world().poisoned.insert(7);
+    bench.shared.table.store(PageIndex(7), &left);
+    bench.shard.adopt_recovered(PageIndex(7));
+    bench.shard.pump();
+    assert!(bench.world().poisoned.is_empty());
+    assert_eq!(bench.read(7), Some(vec![0; 4096]));
+    assert!(!bench.entry(7).is_unhealed());
+}
