@@ -24,6 +24,7 @@ use std::str::FromStr;
 
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
+use outram_wire::compressed_share::CompressedShare;
 use outram_wire::granularity::Granularity;
 use outram_wire::tuning::{QueueDepth, Tuning, Workers};
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, parse_size};
@@ -143,6 +144,13 @@ pub struct TuningArguments {
     /// leaves one that is slow to what the guest waits for. At first it is 8.
     #[arg(long, value_name = "COUNT")]
     queue_depth: Option<QueueDepth>,
+    /// Share of the guest's limit that may hold what left it, compressed, from 0 (none) to 0.5
+    ///
+    /// Pages that LZ4 makes half as large or smaller then come back from this host's memory for some
+    /// microseconds, and take room from pages that are not compressed. It pays where servers are far and
+    /// memory compresses well. At first it is 0.
+    #[arg(long, value_name = "SHARE")]
+    compressed_share: Option<CompressedShare>,
 }
 
 impl TuningArguments {
@@ -152,6 +160,7 @@ impl TuningArguments {
             granularity: self.granularity,
             workers: self.workers,
             queue_depth: self.queue_depth,
+            compressed_share: self.compressed_share,
         }
     }
 }

@@ -13,6 +13,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use outram_wire::compressed_share::ShareError;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::granularity::GranularityError;
 use outram_wire::lost_pages::{LostPages, LostPagesError};
@@ -178,6 +179,9 @@ pub enum MetadataError {
     /// No size that memory can be moved in.
     #[error("attribute 'granularity' of <outram:memory>: {0}")]
     Granularity(#[from] GranularityError),
+    /// No share that compressed memory may have.
+    #[error("attribute 'compressed-share' of <outram:memory>: {0}")]
+    Compressed(#[from] ShareError),
     /// No number of what can be counted.
     #[error("attribute '{attribute}' of <outram:memory>: {source}")]
     Count {
@@ -274,6 +278,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
             ("", "queue-depth") => {
                 tuning.queue_depth = Some(value.parse().map_err(not_in("queue-depth"))?);
             }
+            ("", "compressed-share") => tuning.compressed_share = Some(value.parse()?),
             ("", "added") => {
                 added = value
                     .split_whitespace()
@@ -284,7 +289,7 @@ fn read_memory(domain: &DomainXml, element: Node) -> Result<MemorySettings, Meta
                 return Err(MetadataError::Attribute {
                     element: "memory",
                     found: name,
-                    expected: "'local-ratio', 'local', 'seal', 'lost-pages', 'granularity', 'workers' or 'queue-depth'",
+                    expected: "'local-ratio', 'local', 'seal', 'lost-pages', 'granularity', 'workers', 'queue-depth' or 'compressed-share'",
                 });
             }
         }

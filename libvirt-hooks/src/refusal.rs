@@ -7,8 +7,10 @@
 
 use std::path::{Path, PathBuf};
 
+use outram_wire::compressed_share::ShareError;
 use outram_wire::granularity::GranularityError;
 use outram_wire::lost_pages::LostPages;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::VmId;
 use xot::Node;
 
@@ -30,6 +32,9 @@ pub enum Refusal {
     /// More is to be moved at a time than one huge page.
     #[error(transparent)]
     Granularity(GranularityError),
+    /// Huge pages are to be kept compressed.
+    #[error(transparent)]
+    Compressed(ShareError),
     /// Another architecture.
     #[error("the guest's architecture is '{0}': Outram supports x86_64 guests")]
     Architecture(String),
@@ -281,9 +286,11 @@ fn check_memory_backing(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
         Ok(size) => {
             // Settings that are not understood are told of by who reads them.
             let settings = metadata::read(domain).ok().flatten();
-            let granularity = settings
-                .map(|settings| settings.tuning.granularity.unwrap_or_default().pages(size));
-            refusals.extend(granularity.and_then(Result::err).map(Refusal::Granularity));
+            let tuning = settings.map_or_else(Tuning::default, |settings| settings.tuning);
+            let granularity = tuning.granularity.unwrap_or_default().pages(size);
+            refusals.extend(granularity.err().map(Refusal::Granularity));
+            let share = tuning.compressed_share.unwrap_or_default().check(size);
+            refusals.extend(share.err().map(Refusal::Compressed));
         }
         Err(refusal) => refusals.push(refusal),
     }

@@ -124,6 +124,7 @@ fn attach_again_keeps_what_it_does_not_name() {
             granularity: "64KiB".parse().ok(),
             workers: "4".parse().ok(),
             queue_depth: "16".parse().ok(),
+            compressed_share: "0.25".parse().ok(),
         },
         ..request(0.5, &["10.0.0.2:7741"])
     };

@@ -88,6 +88,7 @@ fn bad_arguments_are_told() {
             &["attach", "vm", "--local-ratio", "0.5", "--queue-depth", "x"],
             "a number from 1 to 64",
         ),
+        (&["tune", "vm", "--compressed-share", "1"], "to 0.5"),
         (&["pki", "issue", "server", "s"], "--address"),
         (&["top", "--delay", "0"], "expected seconds"),
         (&["top", "--sort", "x"], "possible values"),
@@ -114,6 +115,7 @@ fn odd_domain_names_and_uris_are_taken() {
     assert!(Arguments::try_parse_from(["outram", "tune", "x", both[0], both[1]]).is_ok());
     let others = ["--workers=4", "--queue-depth=16"];
     assert!(Arguments::try_parse_from(["outram", "tune", "x", others[0], others[1]]).is_ok());
+    assert!(Arguments::try_parse_from(["outram", "tune", "x", "--compressed-share=0"]).is_ok());
 }
 
 fn vm() -> VmId {

@@ -84,17 +84,20 @@ fn how_memory_is_moved_is_read_as_written() {
             granularity: "64KiB".parse().ok(),
             workers: "4".parse().ok(),
             queue_depth: "16".parse().ok(),
+            compressed_share: "0.25".parse().ok(),
         },
         ..settings()
     };
     let text = to_text(&settings).expect("text");
-    let attributes = r#" granularity="64KiB" workers="4" queue-depth="16" "#;
+    let attributes =
+        r#" granularity="64KiB" workers="4" queue-depth="16" compressed-share="0.25" "#;
     assert!(text.contains(attributes), "{text}");
     assert_eq!(read(&domain(&text)).expect("read"), Some(settings));
     for (attribute, wrong, expected) in [
         ("granularity", "3MiB", "256 KiB"),
         ("workers", "0", "from 1 to 64"),
         ("queue-depth", "65", "from 1 to 64"),
+        ("compressed-share", "0.6", "to 0.5"),
     ] {
         let text = format!("<o:memory {NS} local-ratio='0.5' {attribute}='{wrong}'/>");
         let error = read(&domain(&text)).expect_err(wrong).to_string();

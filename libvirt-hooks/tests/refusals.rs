@@ -59,14 +59,20 @@ fn memory_errors_are_for_guests_of_kvm() {
 }
 
 #[test]
-fn huge_pages_are_moved_one_by_one() {
+fn huge_pages_are_moved_one_by_one_and_not_compressed() {
     let shared = "<access mode=\"shared\"/>";
     let huge = format!("{shared}<hugepages><page size='2' unit='M'/></hugepages>");
-    let in_blocks = "<outram:memory granularity='64KiB' ";
+    let in_blocks = "<outram:memory granularity='64KiB' compressed-share='0.2' ";
     let attached = attached().replacen("<outram:memory ", in_blocks, 1);
     assert_eq!(refusals(&attached), []);
     let found = refusals(&attached.replacen(shared, &huge, 1));
-    assert!(matches!(&found[..], [Refusal::Granularity(_)]), "{found:?}");
+    assert!(
+        matches!(
+            &found[..],
+            [Refusal::Granularity(_), Refusal::Compressed(_)]
+        ),
+        "{found:?}"
+    );
 }
 
 #[test]

@@ -17,6 +17,7 @@ use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::compressed_share::CompressedShare;
 use crate::identity::IdentityStatus;
 use crate::tuning::{QueueDepth, Tuning, Workers};
 use crate::units::{Limit, VmId};
@@ -154,6 +155,8 @@ pub struct Counters {
     pub faults_filled: u64,
     /// Faults answered from staging, without I/O.
     pub faults_staged: u64,
+    /// Faults answered from memory that holds the page compressed, without I/O.
+    pub faults_compressed: u64,
     /// Faults answered from a memory server.
     pub faults_remote: u64,
     /// Faults on write-protected pages.
@@ -175,6 +178,8 @@ pub struct Counters {
     pub evicted_clean_pages: u64,
     /// ... of which same-filled: kept as a word.
     pub evicted_filled_pages: u64,
+    /// Pages that were kept compressed when they left.
+    pub compressed_pages: u64,
     /// Pages asked for before anybody waited for them: the guest went through its memory in order.
     pub fetched_ahead_pages: u64,
     /// Pages written to memory servers.
@@ -198,6 +203,18 @@ pub struct Counters {
     pub refused_reads: u64,
     /// Accesses by the device to pages that were not pinned (caught).
     pub stray_device_accesses: u64,
+}
+
+impl Counters {
+    /// Faults of all kinds that gave the guest a page.
+    pub fn answered_faults(&self) -> u64 {
+        self.faults_zero
+            + self.faults_filled
+            + self.faults_staged
+            + self.faults_compressed
+            + self.faults_remote
+            + self.faults_protected
+    }
 }
 
 /// Fault latency of one kind, in microseconds from reading the message to waking the guest.
@@ -266,10 +283,19 @@ pub struct Status {
     /// How much is on its way at a time; earlier backends do not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queue_depth: Option<QueueDepth>,
+    /// How much of the limit may hold compressed pages; earlier backends do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compressed_share: Option<CompressedShare>,
     /// Bytes in the memfd, by our count.
     pub resident_bytes: u64,
     /// Bytes in the staging area, by our count.
     pub staged_bytes: u64,
+    /// Bytes of local memory that compressed pages take.
+    #[serde(default)]
+    pub compressed_bytes: u64,
+    /// What these are when they are not compressed: copies of pages that are elsewhere too.
+    #[serde(default)]
+    pub compressed_held_bytes: u64,
     /// Bytes stored on memory servers and not resident.
     pub stored_bytes: u64,
     /// Pages kept as a word, in bytes of guest memory.
@@ -298,13 +324,20 @@ pub struct Status {
     pub headroom_bytes: u64,
     /// Counters since the start.
     pub counters: Counters,
-    /// Latency of faults by kind: `zero`, `filled`, `staged`, `remote`, `protected`.
+    /// Latency of faults by kind: `zero`, `filled`, `staged`, `compressed`, `remote`, `protected`.
     pub latency: std::collections::BTreeMap<String, Latency>,
     /// The servers in their configured order.
     pub servers: Vec<ServerStatus>,
     /// The far-memory disk, where the domain has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<DiskStatus>,
+}
+
+impl Status {
+    /// Bytes of local memory that count against the limit.
+    pub fn local_bytes(&self) -> u64 {
+        self.resident_bytes + self.staged_bytes + self.compressed_bytes
+    }
 }
 
 /// How far a far-memory disk is of use.

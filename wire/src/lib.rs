@@ -5,6 +5,7 @@
 //! in it carries a version, and every length read from a peer is bounded before it is believed.
 
 pub mod causes;
+pub mod compressed_share;
 pub mod control;
 pub mod disk;
 pub mod granularity;

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::compressed_share::CompressedShare;
 use crate::granularity::Granularity;
 
 /// How a guest's memory is moved; `None` leaves it as it is, or at its default.
@@ -19,6 +20,9 @@ pub struct Tuning {
     /// How much of it is on its way at a time.
     #[serde(default)]
     pub queue_depth: Option<QueueDepth>,
+    /// How much of its limit may hold what left, compressed.
+    #[serde(default)]
+    pub compressed_share: Option<CompressedShare>,
 }
 
 impl Tuning {
@@ -29,6 +33,7 @@ impl Tuning {
             granularity: self.granularity.or(others.granularity),
             workers: self.workers.or(others.workers),
             queue_depth: self.queue_depth.or(others.queue_depth),
+            compressed_share: self.compressed_share.or(others.compressed_share),
         }
     }
 
@@ -37,10 +42,12 @@ impl Tuning {
         let granularity = self.granularity.as_ref().map(ToString::to_string);
         let workers = self.workers.as_ref().map(ToString::to_string);
         let queue_depth = self.queue_depth.as_ref().map(ToString::to_string);
+        let compressed_share = self.compressed_share.as_ref().map(ToString::to_string);
         [
             ("granularity", granularity),
             ("workers", workers),
             ("queue-depth", queue_depth),
+            ("compressed-share", compressed_share),
         ]
         .into_iter()
         .filter_map(|(name, value)| Some((name, value?)))
@@ -163,13 +170,18 @@ mod tests {
             granularity: "64KiB".parse().ok(),
             workers: "3".parse().ok(),
             queue_depth: None,
+            compressed_share: "0.2".parse().ok(),
         };
         let change = Tuning {
             workers: "4".parse().ok(),
             ..Tuning::default()
         };
         let named: Vec<_> = change.or(before).named().collect();
-        let expected = [("granularity", "64KiB"), ("workers", "4")];
+        let expected = [
+            ("granularity", "64KiB"),
+            ("workers", "4"),
+            ("compressed-share", "0.2"),
+        ];
         assert_eq!(
             named,
             expected.map(|(name, value)| (name, value.to_owned()))

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
+use outram_wire::compressed_share::CompressedShare;
 use outram_wire::control::{DiskState, DiskStatus, ServerStatus, Status};
 use outram_wire::identity::{IdentityStatus, expiry_in_words};
 use outram_wire::units::format_size;
@@ -163,7 +164,7 @@ fn row(report: &Report) -> [String; 7] {
         state,
         format_size(status.ram_bytes),
         format_size(status.limit_bytes),
-        format_size(status.resident_bytes + status.staged_bytes),
+        format_size(status.local_bytes()),
         format_size(status.stored_bytes),
         format_size(status.lost_bytes),
     ]
@@ -271,10 +272,18 @@ fn add_memory(lines: &mut Lines, status: &Status) {
             &format!("{workers} workers, queue depth {depth}"),
         );
     }
+    let compressed = match status.compressed_share.unwrap_or_default() {
+        share if share == CompressedShare::default() => String::new(),
+        share => format!(
+            ", {} of pages in {} compressed (up to {share} of the limit)",
+            size(status.compressed_held_bytes),
+            size(status.compressed_bytes)
+        ),
+    };
     lines.add(
         "local",
         &format!(
-            "{} resident, {} staged",
+            "{} resident, {} staged{compressed}",
             size(status.resident_bytes),
             size(status.staged_bytes)
         ),
@@ -313,10 +322,11 @@ fn add_counters(lines: &mut Lines, status: &Status) {
     lines.add(
         "faults",
         &format!(
-            "{} zero, {} filled, {} staged, {} remote, {} protected, {} lost, {} poisoned",
+            "{} zero, {} filled, {} staged, {} compressed, {} remote, {} protected, {} lost, {} poisoned",
             c.faults_zero,
             c.faults_filled,
             c.faults_staged,
+            c.faults_compressed,
             c.faults_remote,
             c.faults_protected,
             c.faults_lost,

@@ -16,7 +16,7 @@ use crate::metadata::{self, MemorySettings};
 
 /// The arguments of `outram tune`.
 #[derive(Debug, Args)]
-#[command(group = ArgGroup::new("change").required(true).multiple(true).args(["local_ratio", "local", "granularity", "workers", "queue_depth"]))]
+#[command(group = ArgGroup::new("change").required(true).multiple(true).args(["local_ratio", "local", "granularity", "workers", "queue_depth", "compressed_share"]))]
 pub struct TuneArguments {
     /// Name or UUID of the domain
     #[arg(add = domain_names())]
@@ -58,9 +58,12 @@ impl TuneArguments {
     fn tune(&self, guest: &Guest, status: &Status) -> Result<()> {
         let tuning = self.tuning.tuning();
         let named: Vec<_> = tuning.named().collect();
-        if let Some((name, _)) = named.first()
-            && status.queue_depth.is_none()
-        {
+        let unknown = match tuning.compressed_share {
+            Some(_) if status.compressed_share.is_none() => Some("compressed-share"),
+            _ if status.queue_depth.is_none() => named.first().map(|(name, _)| *name),
+            _ => None,
+        };
+        if let Some(name) = unknown {
             bail!(
                 "the backend of domain '{0}' is of an earlier build, whose {name} cannot be changed: 'outram restart {0}' replaces it by the one that is installed",
                 guest.name

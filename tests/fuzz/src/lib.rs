@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use outram_backend::engine::ages::Ages;
 use outram_backend::engine::budget::Budget;
+use outram_backend::engine::compressed::CompressedPool;
 use outram_backend::engine::pace::Pace;
 use outram_backend::engine::recovery::{StagedBytes, recover_page};
 use outram_backend::engine::seal::PageKey;
@@ -349,6 +350,7 @@ fn left(words: &[u64]) -> Shared {
         table: PageTable::new(words),
         budget: Budget::new(PAGES.into(), PageSize::BASE),
         staging: StagingPool::new(0),
+        compressed: CompressedPool::default(),
         slots,
         pace: Pace::default(),
         ages: Ages::default(),

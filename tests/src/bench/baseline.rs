@@ -13,8 +13,6 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use super::layout;
-use super::page_store::Store;
 use super::phase::{Run, Task};
 use super::session::Session;
 use super::swap::Swap;
@@ -74,8 +72,7 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
         ),
         "plain" => {
             let pages = bytes as usize / PAGE_BYTES;
-            let store = Store::start(&session.program, pages)?;
-            layout::pin(store.pid(), &session.layout.server)?;
+            let store = session.page_store(pages)?;
             let limit = (limit as usize / PAGE_BYTES).to_string();
             let paging = [
                 ("--limit-pages", limit.as_str()),

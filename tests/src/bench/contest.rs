@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
-use outram_wire::granularity::Granularity;
+use outram_wire::tuning::Tuning;
 
 use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, PARTLY_LOCAL, SWAPPED};
 use super::bill::rise;
@@ -85,13 +85,13 @@ impl<'a> Contest<'a> {
             self.run_baseline(memory, &task, mib << 20, 1.0, name)?;
         }
         for &local in &local_ratios {
-            let mut ours = vec![(OUTRAM.to_owned(), Granularity::default())];
+            let mut ours = vec![(OUTRAM.to_owned(), Tuning::default())];
             if local < 1.0 {
-                let others = self.session.settings.granularities.iter();
-                ours.extend(others.map(|other| (format!("{OUTRAM} by {other}"), *other)));
+                let others = self.session.settings.tunings.iter();
+                ours.extend(others.map(|(name, tuning)| (format!("{OUTRAM} {name}"), *tuning)));
             }
-            for (memory, granularity) in ours {
-                let run = self.run_outram(&task, local, granularity);
+            for (memory, tuning) in ours {
+                let run = self.run_outram(&task, local, tuning);
                 let run = run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
                 self.note(&memory, name, mib << 20, local, run)?;
             }
@@ -129,10 +129,10 @@ impl<'a> Contest<'a> {
         }
     }
 
-    fn run_outram(&self, task: &Task, local: f64, granularity: Granularity) -> Result<Run> {
+    fn run_outram(&self, task: &Task, local: f64, tuning: Tuning) -> Result<Run> {
         let session = &*self.session;
         let mut guest = session.guest(task.memory_mib()?, 1, task.limit_bytes(local)?)?;
-        guest.set_granularity(granularity)?;
+        guest.set_tuning(tuning)?;
         let patience = session.settings.patience;
         let work = |guest: &mut Guest, phase: &str| -> Result<serde_json::Value> {
             let answer = task.command(&mut guest.vmm, phase, patience);

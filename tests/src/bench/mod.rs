@@ -17,6 +17,7 @@ pub mod baseline;
 pub mod bill;
 pub mod compare;
 pub mod contest;
+pub mod far_wire;
 pub mod floors;
 pub mod guests;
 pub mod layout;

@@ -145,7 +145,7 @@ pub fn measure_tuning(session: &mut Session) -> Result<()> {
         let asked = guest.send(0, "hold", held.clone())?;
         let kept = loop {
             let status = guest.status()?;
-            if reached.is_none() && status.resident_bytes + status.staged_bytes <= limit {
+            if reached.is_none() && status.local_bytes() <= limit {
                 reached = Some(began.elapsed());
             }
             if let Some(kept) = guest.vmm.poll(asked)? {

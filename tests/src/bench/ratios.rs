@@ -48,7 +48,7 @@ pub fn of(results: &Results) -> Vec<Ratio> {
             push(format!("{what} ÷ local, huge pages"), spread("huge", 1.0));
         }
         if series.memory != OUTRAM {
-            // With another granularity.
+            // Moved in another way.
             if series.memory.starts_with(OUTRAM) {
                 push(format!("{what} ÷ outram at {at}"), spread(OUTRAM, at));
             }

@@ -145,6 +145,7 @@ fn write_faults(out: &mut String, results: &Results) -> std::fmt::Result {
     let names = [
         "remote",
         "staged",
+        "compressed",
         "filled",
         "zero",
         "protected",

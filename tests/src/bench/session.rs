@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use outram_wire::granularity::Granularity;
+use outram_wire::tuning::Tuning;
 
 use super::contest::Contest;
+use super::far_wire::FarWire;
 use super::floors::{self, Waiting};
 use super::layout::{self, Kind, Layout};
 use super::machine::Machine;
@@ -48,8 +49,10 @@ pub struct Settings {
     pub patience: Duration,
     /// How threads are spread.
     pub layout: Kind,
-    /// Granularities that Outram's guests have beside that of a page.
-    pub granularities: Vec<Granularity>,
+    /// Ways to move memory that Outram's guests have beside the usual one, and what they are called.
+    pub tunings: Vec<(String, Tuning)>,
+    /// How much longer than this machine's a wire is, each way.
+    pub delay: Duration,
     /// The [baselines](super::baseline) that are paged.
     pub baselines: Vec<String>,
     /// Where swap files go, and notes of other swap.
@@ -91,6 +94,8 @@ pub struct Session {
     pub program: PathBuf,
     /// The guests' memory server.
     pub server: MemServer,
+    /// Where guests find it.
+    server_address: String,
     /// Where guests live.
     pub lab: Lab,
     /// What was measured so far.
@@ -109,6 +114,7 @@ impl Session {
         let lent = format!("{lent_mib}MiB");
         let server = lab.server_of(SLAB_BYTES, &["--memory", &lent])?;
         layout::pin(server.pid(), &layout.server)?;
+        let server_address = by_wire(&server.address, settings.delay)?;
         let results = Results {
             format: FORMAT,
             quick: settings.quick,
@@ -120,6 +126,7 @@ impl Session {
             layout,
             program,
             server,
+            server_address,
             lab,
             results,
             latencies: BTreeMap::new(),
@@ -180,8 +187,7 @@ impl Session {
         for (name, latencies) in floors::calls(&layout, count.next_multiple_of(floors::RANGE))? {
             self.note_latencies(name, &latencies);
         }
-        let store = Store::start(&self.program, 1)?;
-        layout::pin(store.pid(), &layout.server)?;
+        let store = self.page_store(1)?;
         let wire = floors::wire(&layout, &store, count)?;
         self.note_latencies("wire round trip", &wire.round_trips);
         self.results
@@ -197,13 +203,21 @@ impl Session {
             ram_mib: &[ram_mib],
             vcpus,
             limit,
-            servers: &[&self.server.address],
+            servers: &[&self.server_address],
             ..Wish::default()
         };
         let guest = Guest::start(&self.lab, &wish)?;
         layout::pin(guest.vmm.pid() as u32, &self.layout.vcpu)?;
         layout::pin(guest.backend_pid(), &self.layout.pager)?;
         Ok(guest)
+    }
+
+    /// A page store for so many pages, on its processors, at the end of the wire.
+    pub fn page_store(&self, pages: usize) -> Result<Store> {
+        let mut store = Store::start(&self.program, pages)?;
+        layout::pin(store.pid(), &self.layout.server)?;
+        store.address = by_wire(&store.address, self.settings.delay)?;
+        Ok(store)
     }
 
     /// The right to make swap, taken when it is first asked for and kept until the end.
@@ -214,4 +228,13 @@ impl Session {
         let reserved = Reserved::new(&self.settings.folder)?;
         Ok(self.swap.get_or_init(|| reserved))
     }
+}
+
+/// Where a server is found by a wire that is so much longer than this machine's.
+fn by_wire(server: &str, delay: Duration) -> Result<String> {
+    if delay.is_zero() {
+        return Ok(server.to_owned());
+    }
+    let wire = FarWire::before(server, delay).context("starting a relay")?;
+    Ok(wire.address.to_string())
 }

@@ -19,7 +19,9 @@ use outram_tests::bench::workloads::catalogue;
 use outram_tests::bench::{compare, guests, page_store, plot, policies, report, swap, trace};
 use outram_tests::hermetic::sandbox::{self, Side};
 use outram_tests::small_lab::LEAST;
+use outram_wire::compressed_share::CompressedShare;
 use outram_wire::granularity::Granularity;
+use outram_wire::tuning::Tuning;
 
 /// What paging costs, beside what the machine makes it cost at least, and what else there is
 #[derive(Parser)]
@@ -106,6 +108,13 @@ struct RunArguments {
     /// Run workloads on Outram also with so much memory moved at a time, such as 16KiB,64KiB
     #[arg(long, value_delimiter = ',', value_name = "SIZE")]
     granularity: Vec<Granularity>,
+    /// ... and with such shares of the limit for compressed pages, such as 0.25
+    #[arg(long, value_delimiter = ',', value_name = "SHARE")]
+    compressed_share: Vec<CompressedShare>,
+    /// Microseconds by which the wire to the memory server is longer than this machine's, each way: a relay
+    /// holds all that passes, some 60 µs longer than asked for
+    #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
+    delay: u64,
     /// Which processors run what: split (vCPU on one, pager on another, server on a third), shared
     /// (all on one) or free
     #[arg(long, default_value = "split")]
@@ -452,8 +461,28 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         seed: arguments.common.seed,
         patience: Duration::from_secs(arguments.common.patience),
         layout: arguments.layout,
-        granularities: arguments.granularity.clone(),
+        tunings: tunings(arguments),
+        delay: Duration::from_micros(arguments.delay),
         baselines: arguments.baselines.clone(),
         folder: target().canonicalize()?,
     })
+}
+
+/// The ways to move memory that are asked for, and how they are called.
+fn tunings(arguments: &RunArguments) -> Vec<(String, Tuning)> {
+    let by = arguments.granularity.iter().map(|granularity| Tuning {
+        granularity: Some(*granularity),
+        ..Tuning::default()
+    });
+    let with = arguments.compressed_share.iter().map(|share| Tuning {
+        compressed_share: Some(*share),
+        ..Tuning::default()
+    });
+    let name = |tuning: Tuning| {
+        let named = tuning
+            .named()
+            .map(|(name, value)| format!("{name} {value}"));
+        (named.collect::<Vec<_>>().join(", "), tuning)
+    };
+    by.chain(with).map(name).collect()
 }

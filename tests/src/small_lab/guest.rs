@@ -332,8 +332,7 @@ impl Guest {
         self.tune(least)?;
         self.wait_status("the limit to be reached", |status| {
             let kernel = status.kernel_memfd_bytes + status.kernel_staging_bytes;
-            let ours = status.resident_bytes + status.staged_bytes;
-            status.limit_bytes == least && kernel <= least && ours <= least
+            status.limit_bytes == least && kernel <= least && status.local_bytes() <= least
         })
     }
 

@@ -1,5 +1,6 @@
 //! What vCPUs write and expect: every word of a page follows from the page's number and from a
-//! version that rises with each rewrite, so that a stale page is a mismatch.
+//! version that rises with each rewrite, so that a stale page is a mismatch. About every other page has
+//! each word four times, so that it compresses.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
@@ -235,7 +236,21 @@ fn matches(slice: &VolatileSlice<'_>, page: u64, version: u32) -> Result<bool> {
 }
 
 pub(super) fn key(page: u64, version: u32) -> u64 {
-    SplitMix(page << 32 ^ u64::from(version)).next()
+    SplitMix(page << 32 ^ u64::from(version)).next() & !CARRY
+}
+
+/// Set in the keys of pages whose words come four times.
+const REPEATING: u64 = 1 << 63;
+
+/// Not set in keys, so that no sum of one and a word's number changes [`REPEATING`].
+const CARRY: u64 = 1 << 62;
+
+/// What a word's number adds to a key.
+fn step(key: u64, word: usize) -> u64 {
+    match key & REPEATING {
+        0 => word as u64,
+        _ => word as u64 & !3,
+    }
 }
 
 /// `GOLDEN * UNSPREAD == 1` in 64 bits: words can be taken back.
@@ -243,17 +258,30 @@ const UNSPREAD: u64 = 0xf1de_83e1_9937_733d;
 const _: () = assert!(GOLDEN.wrapping_mul(UNSPREAD) == 1);
 
 pub(super) fn expected(key: u64, word: usize) -> u64 {
-    key.wrapping_add(word as u64).wrapping_mul(GOLDEN)
+    key.wrapping_add(step(key, word)).wrapping_mul(GOLDEN)
 }
 
 /// The key whose `word`th word this is.
 pub(super) fn key_of(found: u64, word: usize) -> u64 {
-    found.wrapping_mul(UNSPREAD).wrapping_sub(word as u64)
+    let sum = found.wrapping_mul(UNSPREAD);
+    sum.wrapping_sub(step(sum, word))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_word_tells_its_key() {
+        let mut repeating = 0;
+        for page in 0..100 {
+            let key = key(page, 3);
+            repeating += key >> 63;
+            let told = |word| key_of(expected(key, word), word) == key;
+            assert!((0..WORDS).all(told), "page {page}");
+        }
+        assert!((30..70).contains(&repeating), "{repeating} of 100 repeat");
+    }
 
     #[test]
     fn stale_and_foreign_pages_are_mismatches() {

@@ -27,6 +27,7 @@ fn ten_times(lab: &Lab) -> Result<()> {
     let mut console = guest.boot()?;
     lab.tune(&guest, &["--granularity", "64KiB", "--persist"])?;
     lab.tune(&guest, &["--workers=3", "--queue-depth=16", "--persist"])?;
+    lab.tune(&guest, &["--compressed-share=0.2", "--persist"])?;
     let status = guest.status()?;
     ensure!(status.granularity_bytes == Some(64 << 10));
     let (workers, depth) = (status.workers, status.queue_depth);
@@ -34,7 +35,7 @@ fn ten_times(lab: &Lab) -> Result<()> {
     let definition = virsh_ok(&["dumpxml", "--inactive", &guest.uuid])?;
     ensure!(
         definition
-            .contains(r#" local-ratio="1" granularity="64KiB" workers="3" queue-depth="16" "#),
+            .contains(r#" local-ratio="1" granularity="64KiB" workers="3" queue-depth="16" compressed-share="0.2" "#),
         "{definition}"
     );
     console.ask(&format!("alloc {SHARE}"), "ALLOCATED", LONG)?;
@@ -64,6 +65,11 @@ fn ten_times(lab: &Lab) -> Result<()> {
     ensure!(
         status.counters.evicted_pages > 0 && status.counters.faults_remote > 0,
         "ten times down and up must have moved pages: {:?}",
+        status.counters
+    );
+    ensure!(
+        status.counters.compressed_pages > 0,
+        "some of a guest's memory compresses: {:?}",
         status.counters
     );
     sampler.finish()?;

@@ -14,6 +14,7 @@ use outram_wire::control::Status;
 use serde_json::json;
 
 use crate::fixture::{Guest, LEAST_HUGE, LONG, Lab, PAGE, Wish, demand_sound, halt};
+use crate::tuning::of_share;
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("huge_pages_evicted_beside_reads_and_writes", eviction),
@@ -393,6 +394,10 @@ fn page_by_page(lab: &Lab) -> Result<()> {
     let server = server(lab)?;
     let (_pool, guest) = guest(lab, WHOLE, &server.address, true)?;
     guest.set_granularity("4KiB".parse()?)?;
+    guest.set_tuning(of_share("0")?)?;
+    let refused = guest.set_tuning(of_share("0.2")?);
+    let refused = refused.expect_err("compressed huge pages").to_string();
+    ensure!(refused.contains("are not kept compressed"), "{refused}");
     let refused = guest.set_granularity("64KiB".parse()?);
     let refused = refused.expect_err("less than a page");
     ensure!(refused.to_string().contains("page by page"), "{refused}");

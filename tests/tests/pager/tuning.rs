@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
+use outram_wire::control::Status;
 use outram_wire::tuning::{QueueDepth, Tuning};
 use serde_json::json;
 
@@ -17,6 +18,8 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("a_granularity_changes_under_load", changing),
     ("workers_come_and_go_under_load", crew),
     ("a_queue_depth_bounds_what_is_written_back", depth),
+    ("compressed_pages_come_back_from_this_host", compressed),
+    ("compressed_shares_change_under_load", compressed_shares),
     ("what_is_in_use_has_room_wherever_it_lies", lopsided),
 ];
 
@@ -208,6 +211,100 @@ fn depth(lab: &Lab) -> Result<()> {
     guest.take_over(lab, &wish)?;
     ensure!(guest.status()?.queue_depth.map(u32::from) == Some(3));
     guest.verify(0, FILLED + more)?;
+    guest.end(&[&server])
+}
+
+pub(crate) fn of_share(share: &str) -> Result<Tuning> {
+    Ok(Tuning {
+        compressed_share: Some(share.parse()?),
+        ..Tuning::default()
+    })
+}
+
+/// Reads some of what is filled at random, and demands that some of it was compressed on this host.
+fn demand_compressed(guest: &mut Guest) -> Result<()> {
+    let before = guest.status()?.counters;
+    let work = json!({"page": 0, "pages": 6000, "seconds": 1.0, "write_share": 0.0, "seed": 1});
+    let work = guest.send(0, "work", work)?;
+    demand_sound(&guest.answer(work)?)?;
+    let status = guest.settle()?;
+    let after = &status.counters;
+    ensure!(
+        after.faults_compressed > before.faults_compressed
+            && after.compressed_pages > before.compressed_pages,
+        "nothing was compressed: {after:?}"
+    );
+    let taken = status.compressed_bytes;
+    ensure!(
+        taken > 0 && taken <= status.limit_bytes * 3 / 10,
+        "{taken} bytes of a limit of {}",
+        status.limit_bytes
+    );
+    ensure!(
+        status.compressed_held_bytes > taken,
+        "{} bytes of pages in {taken}",
+        status.compressed_held_bytes
+    );
+    ensure!(status.local_bytes() <= status.limit_bytes);
+    ensure!(after.refused_reads == 0 && after.integrity_failures == 0);
+    Ok(())
+}
+
+fn compressed(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let wish = Wish {
+        servers: &[&server.address],
+        ..Wish::default()
+    };
+    let mut guest = filled(lab, &wish)?;
+    guest.squeeze()?;
+    guest.set_tuning(of_share("0.3")?)?;
+    ensure!(guest.status()?.compressed_share == "0.3".parse().ok());
+    demand_compressed(&mut guest)?;
+    guest.kill_backend()?;
+    guest.take_over(lab, &wish)?;
+    let status = guest.status()?;
+    ensure!(status.compressed_share == "0.3".parse().ok());
+    ensure!(status.compressed_held_bytes == 0, "they died with it");
+    demand_compressed(&mut guest)?;
+    let anon = |status: &Status| status.kernel_anon_bytes;
+    let (before, taken) = (guest.status()?, guest.status()?.compressed_bytes);
+    guest.set_tuning(of_share("0")?)?;
+    let after = guest.status()?;
+    ensure!(after.compressed_bytes == 0 && after.compressed_held_bytes == 0);
+    let given_back = anon(&before).saturating_sub(anon(&after));
+    ensure!(
+        given_back >= taken * 8 / 10,
+        "{given_back} of {taken} bytes were given back to the host"
+    );
+    guest.verify(0, FILLED)?;
+    guest.end(&[&server])
+}
+
+fn compressed_shares(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = filled(
+        lab,
+        &Wish {
+            servers: &[&server.address],
+            vcpus: 3,
+            ..Wish::default()
+        },
+    )?;
+    guest.squeeze()?;
+    let sent = load(&mut guest, 4.0)?;
+    let shares = ["0.5", "0", "0.2", "0.01", "0.4"];
+    for share in shares.into_iter().cycle().take(40) {
+        guest.set_tuning(of_share(share)?)?;
+        std::thread::sleep(Duration::from_millis(100));
+        let status = guest.status()?;
+        ensure!(status.local_bytes() <= status.limit_bytes, "{status:?}");
+    }
+    demand_answers(&mut guest, sent)?;
+    let counters = guest.status()?.counters;
+    ensure!(counters.faults_compressed > 0, "{counters:?}");
+    ensure!(counters.integrity_failures == 0 && counters.faults_lost == 0);
+    ensure!(counters.refused_reads == 0, "{counters:?}");
     guest.end(&[&server])
 }
 

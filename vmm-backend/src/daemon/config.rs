@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use outram_wire::compressed_share::CompressedShare;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::granularity::Granularity;
 use outram_wire::incoming::Incoming;
@@ -103,6 +104,10 @@ pub struct Flags {
     /// 256KiB written back, and as many times 32KiB ahead of what it reads in order [default: 8]
     #[arg(long, value_name = "COUNT")]
     pub queue_depth: Option<QueueDepth>,
+
+    /// Share of the limit that may hold evicted pages, compressed, 0 to 0.5 [default: 0, none]
+    #[arg(long, value_name = "SHARE")]
+    pub compressed_share: Option<CompressedShare>,
 
     /// Settings of this host's backends; must exist if given
     #[arg(long, value_name = "FILE", help = format!("Settings of this host's backends; must exist if given [default: {DEFAULT_CONFIG}, if it exists]"))]
@@ -347,6 +352,7 @@ impl Config {
                 granularity: flags.granularity,
                 workers: flags.workers,
                 queue_depth: flags.queue_depth,
+                compressed_share: flags.compressed_share,
             },
             disk: disk(flags.disk_size, flags.disk_key_file, &dir)?,
             dir,

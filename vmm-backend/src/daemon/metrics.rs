@@ -137,7 +137,7 @@ impl Snapshot {
             encoder,
             (
                 "size",
-                "Guest RAM, what of it may be local, and what of it is moved at a time",
+                "Guest RAM, what of it may be local, what of it is moved at a time, and what compressed pages take and hold",
                 Some(&Unit::Bytes),
             ),
             MetricType::Gauge,
@@ -146,6 +146,8 @@ impl Snapshot {
                 ("ram", status.ram_bytes),
                 ("limit", status.limit_bytes),
                 ("granularity", status.granularity_bytes.unwrap_or_default()),
+                ("compressed", status.compressed_bytes),
+                ("compressed_held", status.compressed_held_bytes),
             ],
         )?;
         family(
@@ -223,6 +225,7 @@ impl Snapshot {
                 ("zero", counters.faults_zero),
                 ("filled", counters.faults_filled),
                 ("staged", counters.faults_staged),
+                ("compressed", counters.faults_compressed),
                 ("remote", counters.faults_remote),
                 ("protected", counters.faults_protected),
                 ("duplicate", counters.faults_duplicate),
@@ -281,6 +284,11 @@ impl Snapshot {
                 "fetched_ahead_pages",
                 "Pages asked for before anybody waited for them",
                 counters.fetched_ahead_pages,
+            ),
+            (
+                "compressed_pages",
+                "Pages that were kept compressed when they left",
+                counters.compressed_pages,
             ),
             (
                 "writeback_pages",
@@ -534,6 +542,9 @@ mod tests {
             granularity_bytes: Some(65536),
             workers: "3".parse().ok(),
             queue_depth: "16".parse().ok(),
+            compressed_share: "0.2".parse().ok(),
+            compressed_bytes: 1 << 20,
+            compressed_held_bytes: 3 << 20,
             resident_bytes: 8192,
             staged_bytes: 0,
             stored_bytes: 4096,
@@ -608,6 +619,7 @@ mod tests {
                 "outram_stalls counter",
                 "outram_refaults counter",
                 "outram_fetched_ahead_pages counter",
+                "outram_compressed_pages counter",
                 "outram_writeback_pages counter",
                 "outram_removed_pages counter",
                 "outram_integrity_failures counter",

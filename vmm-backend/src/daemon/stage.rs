@@ -195,9 +195,15 @@ impl Daemon {
                 Some(guest) => guest.pager.queue_depth(),
                 None => self.config.tuning.queue_depth.unwrap_or_default(),
             }),
+            compressed_share: Some(match guest {
+                Some(guest) => guest.pager.compressed_share(),
+                None => self.config.tuning.compressed_share.unwrap_or_default(),
+            }),
             unmanaged_bytes: memory.unmanaged,
             resident_bytes: memory.resident,
             staged_bytes: memory.staged,
+            compressed_bytes: memory.compressed,
+            compressed_held_bytes: memory.compressed_held,
             stored_bytes: memory.stored,
             filled_bytes: memory.filled,
             lost_bytes: memory.lost,
@@ -312,7 +318,8 @@ fn phase(
 
 /// How much is still to leave a guest that was attached while it ran, or whose limit was lowered.
 fn shrinking(memory: &MemoryReport) -> Option<String> {
-    let over = (memory.resident + memory.staged).saturating_sub(memory.limit + HEADROOM_BYTES);
+    let local = memory.resident + memory.staged + memory.compressed;
+    let over = local.saturating_sub(memory.limit + HEADROOM_BYTES);
     (over > 0).then(|| format!("{} above its limit, on their way out", format_size(over)))
 }
 

@@ -11,6 +11,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::compressed::Press;
 use super::staging::{Spare, Ticket};
 use super::table::{Entry, State};
 use super::tag::{Tag, fill_word};
@@ -184,10 +185,10 @@ impl Run {
 
     /// Decides each page's fate and writes it into the table, before anything is punched.
     fn mark(&mut self, shared: &Shared, ports: &mut impl EvictionPorts) {
-        let mut room = Vec::new();
+        let mut tools = Tools::default();
         for (number, page) in self.pages.pages().enumerate() {
             let ticket = self.tickets[number];
-            let (fate, next) = decide(shared, page, ticket, ports, &mut room);
+            let (fate, next) = decide(shared, page, ticket, ports, &mut tools);
             shared.table.store(
                 page,
                 &Entry {
@@ -245,14 +246,22 @@ impl Run {
     }
 }
 
+/// What a run's pages are looked at with.
+#[derive(Default)]
+struct Tools {
+    /// For making tags in.
+    room: Vec<u8>,
+    press: Option<Press>,
+}
+
 /// What a page becomes whose bytes were read into staging; there they are sealed, if that is where they
-/// stay. The entry's slot is named in the result only if it stays its. `room` is for making tags in.
+/// stay. The entry's slot is named in the result only if it stays its.
 fn decide(
     shared: &Shared,
     page: PageIndex,
     ticket: Ticket,
     ports: &mut impl EvictionPorts,
-    room: &mut Vec<u8>,
+    tools: &mut Tools,
 ) -> (Fate, Entry) {
     let entry = shared.table.load(page);
     let bytes = ports.staged(ticket);
@@ -267,9 +276,11 @@ fn decide(
         );
     }
     if let Some(slot) = entry.slot.filter(|_| !entry.dirty) {
+        let room = &mut tools.room;
         let unchanged =
             entry.protected || shared.key.tag(page, entry.generation, bytes, room) == entry.tag;
         if unchanged && shared.slots.is_safe(slot) {
+            shared.keep_compressed(page, entry.generation, bytes, &mut tools.press);
             return (
                 Fate::Clean,
                 Entry {
@@ -280,6 +291,7 @@ fn decide(
         }
     }
     let generation = entry.generation.next();
+    shared.keep_compressed(page, generation, bytes, &mut tools.press);
     let mut tag = Tag::default();
     ports.change_staged(ticket, &mut |bytes| {
         tag = shared.key.seal(page, generation, bytes);

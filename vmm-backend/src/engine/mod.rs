@@ -6,11 +6,12 @@
 //! run handed to an evictor ([`eviction::Run`]): while its pages are `Busy`, the evictor alone
 //! writes their table entries, until the run is handed back.
 //!
-//! Lock order: [`staging::StagingPool`] and [`slots::SlotPool`] are leaf locks, never held
-//! together, nor across a call on a port.
+//! Lock order: [`staging::StagingPool`], [`compressed::CompressedPool`] and [`slots::SlotPool`] are leaf
+//! locks, never held together, nor across a call on a port.
 
 pub mod ages;
 pub mod budget;
+pub mod compressed;
 pub mod eviction;
 pub mod pace;
 pub mod policy;
@@ -221,6 +222,8 @@ pub struct Shared {
     pub budget: budget::Budget,
     /// Places in the staging area.
     pub staging: staging::StagingPool,
+    /// What left not long ago, compressed.
+    pub compressed: compressed::CompressedPool,
     /// Places on the memory servers.
     pub slots: slots::SlotPool,
     /// How its memory is moved.
@@ -233,6 +236,20 @@ pub struct Shared {
     pub lost_pages: LostPages,
     /// Counters and gauges.
     pub stats: stats::Stats,
+}
+
+impl Shared {
+    /// Keeps a page that is about to leave compressed, where that is wished and of use.
+    fn keep_compressed(
+        &self,
+        page: PageIndex,
+        generation: Generation,
+        bytes: &[u8],
+        press: &mut Option<compressed::Press>,
+    ) {
+        self.compressed
+            .offer(page, generation, bytes, press, &self.budget);
+    }
 }
 
 /// [`Shared`], shared.

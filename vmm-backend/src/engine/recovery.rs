@@ -108,6 +108,7 @@ mod tests {
     use super::*;
     use crate::engine::ages::Ages;
     use crate::engine::budget::Budget;
+    use crate::engine::compressed::CompressedPool;
     use crate::engine::pace::Pace;
     use crate::engine::seal::PageKey;
     use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
@@ -143,6 +144,7 @@ mod tests {
             table: PageTable::in_memory(8),
             budget: Budget::new(8, PageSize::BASE),
             staging: StagingPool::new(0),
+            compressed: CompressedPool::default(),
             slots,
             pace: Pace::default(),
             ages: Ages::default(),

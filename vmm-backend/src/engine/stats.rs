@@ -38,6 +38,8 @@ pub enum FaultKind {
     Filled,
     /// From staging.
     Staged,
+    /// From memory that holds it compressed.
+    Compressed,
     /// From a memory server.
     Remote,
     /// By lifting the write protection.
@@ -46,10 +48,11 @@ pub enum FaultKind {
 
 impl FaultKind {
     /// All kinds, in their order as numbers.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Zero,
         Self::Filled,
         Self::Staged,
+        Self::Compressed,
         Self::Remote,
         Self::Protected,
     ];
@@ -60,6 +63,7 @@ impl FaultKind {
             Self::Zero => "zero",
             Self::Filled => "filled",
             Self::Staged => "staged",
+            Self::Compressed => "compressed",
             Self::Remote => "remote",
             Self::Protected => "protected",
         }

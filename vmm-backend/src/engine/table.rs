@@ -5,7 +5,7 @@
 //! | word | bits | meaning |
 //! |---|---|---|
 //! | 0 | 0–3 | state; of a busy page also what it becomes, once that is decided |
-//! | 0 | 4 | dirty: no lower copy is good |
+//! | 0 | 4 | dirty: no lower copy is good; of an absent page: it may still be a memory error |
 //! | 0 | 5 | write-protected when installed, and not written since |
 //! | 0 | 6 | a slot is held |
 //! | 0 | 7 | a staging slot is held |
@@ -93,7 +93,8 @@ pub struct Entry {
     /// Busy, and this is what it becomes once its bytes are out of the memfd: `Staged`, `Stored` or
     /// `Filled`. In other states it means nothing and is not kept.
     pub becomes: Option<State>,
-    /// Resident, and no lower copy is good.
+    /// Resident, and no lower copy is good; or absent, given back after it was lost, and maybe still the
+    /// memory error that it was made then.
     pub dirty: bool,
     /// Resident, installed write-protected, and not known to have been written.
     pub protected: bool,

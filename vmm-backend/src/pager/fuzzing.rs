@@ -5,8 +5,10 @@ use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
+use outram_wire::compressed_share::CompressedShare;
+
 use super::guest_ram::GuestRam;
-use super::limits::{Standing, reserve_bytes};
+use super::limits::Standing;
 use super::record::Record;
 use super::state_dir::{StateDir, written_pages};
 use super::takeover::{addresses, check, former_slots, places};
@@ -112,8 +114,8 @@ fn restore(record: &Record, pages: u32) -> io::Result<()> {
         limit: record.limit,
         ram_bytes: u64::from(ram.pages()) * size.bytes(),
         page_size: size,
+        compressed: CompressedShare::default(),
     };
-    let servers = record.servers.len();
-    let _ = reserve_bytes(standing.ram_bytes, standing.sizes(), size, servers);
+    let _ = standing.reserve_bytes(record.servers.len());
     Ok(())
 }

@@ -101,6 +101,7 @@ impl Pager {
         *course = Course::Homing;
         let ram_pages = standing.ram_pages();
         self.rule.set(&self.shared, ram_pages, ram_pages);
+        self.shared.compressed.set_capacity(0, &self.shared.budget);
         for (shard, gauges) in self.shards.iter().zip(&self.gauges) {
             gauges.home.store(false, Ordering::Relaxed);
             shard.send(ShardEvent::Homing(true));
@@ -121,9 +122,12 @@ impl Pager {
         for shard in &self.shards {
             shard.send(ShardEvent::Homing(false));
         }
-        let limit_pages = standing.sizes().limit_pages;
+        let sizes = standing.sizes();
         self.rule
-            .set(&self.shared, limit_pages, standing.ram_pages());
+            .set(&self.shared, sizes.limit_pages, standing.ram_pages());
+        self.shared
+            .compressed
+            .set_capacity(sizes.compressed_pages, &self.shared.budget);
         self.shards.iter().for_each(Inbox::ring);
     }
 

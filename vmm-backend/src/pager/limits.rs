@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use outram_wire::compressed_share::{CompressedShare, ShareError};
 use outram_wire::granularity::GranularityError;
 use outram_wire::tuning::{QueueDepth, Tuning, Workers};
 use outram_wire::units::{Limit, PageSize, format_size};
@@ -42,6 +43,12 @@ pub enum TuningError {
     /// So much at a time.
     #[error(transparent)]
     Granularity(#[from] GranularityError),
+    /// So much of it kept compressed.
+    #[error(transparent)]
+    Compressed(#[from] ShareError),
+    /// Where less of the limit is left for what is not compressed.
+    #[error(transparent)]
+    Limit(#[from] LimitError),
     /// By so many threads.
     #[error("not as many workers could be started; those that could be stay")]
     Workers(#[from] std::io::Error),
@@ -83,20 +90,15 @@ pub struct Sizes {
     pub staging_pages: u32,
     /// What resident pages may take.
     pub budget_pages: u64,
+    /// How many of these compressed ones may take.
+    pub(super) compressed_pages: u64,
     /// Resident pages that may keep their slot.
     pub(super) keep_pages: u64,
 }
 
 impl Sizes {
-    pub(super) fn new(limit: Limit, ram_bytes: u64, size: PageSize) -> Result<Self, LimitError> {
-        let bytes = limit.bytes(ram_bytes);
-        if bytes < min_limit_bytes(size).min(ram_bytes) {
-            return Err(LimitError::TooSmall { bytes, size });
-        }
-        Ok(Self::of(bytes, ram_bytes, size))
-    }
-
-    /// Those of a limit of so many bytes, which may be smaller than any that a guest gets.
+    /// Of a limit of so many bytes, which may be smaller than any that a guest gets; nothing is kept
+    /// compressed.
     pub fn of(bytes: u64, ram_bytes: u64, size: PageSize) -> Self {
         let (limit_pages, ram_pages) = (bytes / size.bytes(), ram_bytes / size.bytes());
         let staging_pages = staging_pages(limit_pages, ram_pages, size);
@@ -104,6 +106,7 @@ impl Sizes {
             limit_pages,
             staging_pages: staging_pages as u32,
             budget_pages: budget_pages(limit_pages, ram_pages, staging_pages),
+            compressed_pages: 0,
             keep_pages: limit_pages / 4,
         }
     }
@@ -118,14 +121,34 @@ pub(super) struct Standing {
     pub(super) ram_bytes: u64,
     /// Size of its pages.
     pub(super) page_size: PageSize,
+    /// How much of the limit may hold compressed pages.
+    pub(super) compressed: CompressedShare,
 }
 
 impl Standing {
+    /// Refuses a limit that cannot be kept.
+    pub(super) fn check(&self) -> Result<(), LimitError> {
+        let (bytes, size) = (self.limit.bytes(self.ram_bytes), self.page_size);
+        match bytes < min_limit_bytes(size).min(self.ram_bytes) {
+            true => Err(LimitError::TooSmall { bytes, size }),
+            false => Ok(()),
+        }
+    }
+
     /// In pages. A share of RAM that shrank may be less than a limit has to be: it is the least then.
     pub(super) fn sizes(&self) -> Sizes {
         let least = min_limit_bytes(self.page_size).min(self.ram_bytes);
         let bytes = self.limit.bytes(self.ram_bytes).max(least);
-        Sizes::of(bytes, self.ram_bytes, self.page_size)
+        let sizes = Sizes::of(bytes, self.ram_bytes, self.page_size);
+        // A guest that may have all of its RAM is never evicted from.
+        let compressed_pages = match sizes.limit_pages >= self.ram_pages() {
+            true => 0,
+            false => self.compressed.of(sizes.limit_pages),
+        };
+        Sizes {
+            compressed_pages,
+            ..sizes
+        }
     }
 
     /// All of its RAM, in pages.
@@ -134,8 +157,14 @@ impl Standing {
     }
 
     /// What each of `servers` servers has to promise.
-    fn reserve_bytes(&self, servers: usize) -> u64 {
-        reserve_bytes(self.ram_bytes, self.sizes(), self.page_size, servers)
+    pub(super) fn reserve_bytes(&self, servers: usize) -> u64 {
+        let (sizes, page_bytes) = (self.sizes(), self.page_size.bytes());
+        let resident = sizes.budget_pages - sizes.compressed_pages;
+        let remote = self.ram_bytes - resident.min(self.ram_pages()) * page_bytes;
+        if remote == 0 {
+            return 0;
+        }
+        (remote + sizes.keep_pages * page_bytes).div_ceil(servers as u64) + RESERVE_SLACK_BYTES
     }
 }
 
@@ -164,16 +193,6 @@ pub(super) fn most_staging_pages(ram_bytes: u64, size: PageSize) -> u32 {
     let ram_pages = ram_bytes / size.bytes();
     // The largest limit that still pages.
     staging_pages(ram_pages.saturating_sub(1), ram_pages, size) as u32
-}
-
-/// What each of `servers` servers has to promise.
-pub(super) fn reserve_bytes(ram_bytes: u64, sizes: Sizes, size: PageSize, servers: usize) -> u64 {
-    let resident = sizes.budget_pages.min(ram_bytes / size.bytes());
-    let remote = ram_bytes - resident * size.bytes();
-    if remote == 0 {
-        return 0;
-    }
-    (remote + sizes.keep_pages * size.bytes()).div_ceil(servers as u64) + RESERVE_SLACK_BYTES
 }
 
 /// Keeps the budget at the limit less what staging takes of it, also while staging shrinks.
@@ -224,8 +243,8 @@ impl Pager {
         if self.course() != Course::Serving {
             return Err(LimitError::Leaving);
         }
-        Sizes::new(limit, standing.ram_bytes, standing.page_size)?;
         let next = Standing { limit, ..*standing };
+        next.check()?;
         self.promise(&standing, &next)?;
         crash_points::pass(Point::TunePromised);
         if let Err(error) = self.back_staging(&standing, &next) {
@@ -256,6 +275,11 @@ impl Pager {
         self.shared.pace.queue_depth()
     }
 
+    /// How much of the limit may hold what left, compressed.
+    pub fn compressed_share(&self) -> CompressedShare {
+        lock(&self.standing).compressed
+    }
+
     /// Has the guest's memory moved so from now on; what is `None` stays.
     pub fn set_tuning(&self, tuning: &Tuning) -> Result<(), TuningError> {
         let size = self.shared.page_size;
@@ -263,8 +287,18 @@ impl Pager {
             .granularity
             .map(|granularity| granularity.pages(size));
         let granule = granule.transpose()?;
+        let share = tuning.compressed_share;
+        share.map(|share| share.check(size)).transpose()?;
         // So that of two changes at once, the one that lasts is the one that is written last.
-        let _standing = lock(&self.standing);
+        let mut standing = lock(&self.standing);
+        if let Some(compressed) = share {
+            let next = Standing {
+                compressed,
+                ..*standing
+            };
+            self.promise(&standing, &next).map_err(TuningError::Limit)?;
+            self.settle(&mut standing, next);
+        }
         if let Some(workers) = tuning.workers {
             self.evictors.set(workers)?;
         }
@@ -299,14 +333,17 @@ impl Pager {
     /// staging is there. While everything comes home, the limit stays out of the way.
     pub(super) fn settle(&self, standing: &mut Standing, next: Standing) {
         let sizes = next.sizes();
-        let limit_pages = match self.course() {
-            Course::Serving => sizes.limit_pages,
-            Course::Homing | Course::Leaving | Course::Released => next.ram_pages(),
+        let (limit_pages, compressed_pages) = match self.course() {
+            Course::Serving => (sizes.limit_pages, sizes.compressed_pages),
+            Course::Homing | Course::Leaving | Course::Released => (next.ram_pages(), 0),
         };
         self.shared.staging.set_capacity(sizes.staging_pages);
         self.shared.slots.set_keep_allowance(sizes.keep_pages);
         self.pin_gate.set_limit(sizes.limit_pages);
         self.rule.set(&self.shared, limit_pages, next.ram_pages());
+        self.shared
+            .compressed
+            .set_capacity(compressed_pages, &self.shared.budget);
         self.shards.iter().for_each(super::Inbox::ring);
         *standing = next;
     }
@@ -355,10 +392,27 @@ mod tests {
 
     const BOTH: [PageSize; 2] = [PageSize::BASE, PageSize::HUGE];
 
+    fn standing(local_bytes: u64, page_size: PageSize, share: &str) -> Standing {
+        Standing {
+            limit: Limit::LocalBytes(local_bytes),
+            ram_bytes: GIB,
+            page_size,
+            compressed: share.parse().expect("a share"),
+        }
+    }
+
+    #[test]
+    fn servers_promise_room_for_what_compressed_pages_displace() {
+        let [none, some] = ["0", "0.25"].map(|share| standing(GIB / 2, PageSize::BASE, share));
+        assert_eq!(some.sizes().budget_pages, none.sizes().budget_pages);
+        assert_eq!(some.sizes().compressed_pages, GIB / 8 / 4096);
+        assert_eq!(some.reserve_bytes(1) - none.reserve_bytes(1), GIB / 8);
+    }
+
     #[test]
     fn limit_staging_and_budget_add_up() {
         for size in BOTH {
-            let sizes = Sizes::new(Limit::LocalBytes(GIB / 2), GIB, size).expect("half is enough");
+            let sizes = standing(GIB / 2, size, "0").sizes();
             assert_eq!(
                 sizes.budget_pages + u64::from(sizes.staging_pages),
                 GIB / 2 / size.bytes()
@@ -370,9 +424,10 @@ mod tests {
     #[test]
     fn a_guest_with_all_of_its_ram_local_needs_no_server() {
         for size in BOTH {
-            let sizes = Sizes::new(Limit::LocalBytes(GIB), GIB, size).expect("all is enough");
-            assert_eq!(reserve_bytes(GIB, sizes, size, 1), 0);
-            assert_eq!(sizes.staging_pages, 0);
+            let all = standing(GIB, size, "0.5");
+            assert_eq!(all.reserve_bytes(1), 0);
+            let sizes = all.sizes();
+            assert_eq!((sizes.staging_pages, sizes.compressed_pages), (0, 0));
         }
     }
 
@@ -380,8 +435,8 @@ mod tests {
     fn a_tiny_limit_is_refused() {
         for (size, least) in [(PageSize::BASE, "16 MiB"), (PageSize::HUGE, "64 MiB")] {
             let least_bytes = min_limit_bytes(size);
-            assert!(Sizes::new(Limit::LocalBytes(least_bytes), GIB, size).is_ok());
-            let refused = Sizes::new(Limit::LocalBytes(least_bytes - size.bytes()), GIB, size);
+            assert!(standing(least_bytes, size, "0").check().is_ok());
+            let refused = standing(least_bytes - size.bytes(), size, "0").check();
             let reason = refused.expect_err("too little").to_string();
             assert!(reason.contains(least), "{reason}");
         }

@@ -33,6 +33,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use outram_wire::compressed_share::ShareError;
 use outram_wire::granularity::GranularityError;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -42,6 +43,7 @@ use outram_wire::units::{Limit, PageSize, VmId, format_size};
 use crate::crash_points::{self, Point};
 use crate::engine::PageRun;
 use crate::engine::ages::Ages;
+use crate::engine::compressed::CompressedPool;
 use crate::engine::pace::Pace;
 use crate::engine::policy::TwoQueues;
 use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
@@ -106,6 +108,18 @@ pub struct PagerConfig {
     pub disk_table_bytes: u64,
 }
 
+impl PagerConfig {
+    /// What its limit is, and of how much RAM.
+    fn standing(&self) -> Standing {
+        Standing {
+            limit: self.limit,
+            ram_bytes: self.ram_bytes,
+            page_size: self.page_size,
+            compressed: self.tuning.compressed_share.unwrap_or_default(),
+        }
+    }
+}
+
 /// Why a pager could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum PagerError {
@@ -121,6 +135,9 @@ pub enum PagerError {
     /// What is to be moved at a time.
     #[error(transparent)]
     Granularity(#[from] GranularityError),
+    /// How much of it is to be kept compressed.
+    #[error(transparent)]
+    Compressed(#[from] ShareError),
     /// No memory server is named.
     #[error(
         "no memory server is named: give --server HOST[:PORT] to 'outram attach', or 'servers' in /etc/outram/backend.toml"
@@ -241,10 +258,13 @@ impl PreparedPager {
             return Err(PagerError::NoServer);
         }
         let size = config.page_size;
-        let sizes = limits::Sizes::new(config.limit, config.ram_bytes, size)?;
+        let standing = config.standing();
+        standing.check()?;
+        let sizes = standing.sizes();
+        standing.compressed.check(size)?;
         let pace = pace_of(&config.tuning, size)?;
         let (sender, events) = unbounded();
-        let sessions = start_sessions(remote, &config, sizes, &sender)?;
+        let sessions = start_sessions(remote, &standing, &sender)?;
         check_slabs(&sessions, size)?;
         let files = state_sizes(&config)?;
         let most_staging = (files.staging_bytes / size.bytes()) as u32;
@@ -270,6 +290,7 @@ impl PreparedPager {
             table: PageTable::new(Box::new(table)),
             budget: budget::Budget::new(sizes.budget_pages, size),
             staging: staging::StagingPool::new(sizes.staging_pages),
+            compressed: CompressedPool::default(),
             slots: slots::SlotPool::new(sessions.len()),
             pace,
             ages: Ages::default(),
@@ -278,6 +299,9 @@ impl PreparedPager {
             stats: stats::Stats::new(),
         });
         shared.slots.set_keep_allowance(sizes.keep_pages);
+        shared
+            .compressed
+            .set_capacity(sizes.compressed_pages, &shared.budget);
         Ok(Self {
             config,
             sizes,
@@ -410,11 +434,7 @@ impl PreparedPager {
         }
         threads.push(spawn("write-back", &gate, move || writer.work())?);
         let (stop_keeping, stopped) = bounded(1);
-        let standing = Standing {
-            limit: self.config.limit,
-            ram_bytes: self.config.ram_bytes,
-            page_size: self.config.page_size,
-        };
+        let standing = self.config.standing();
         let is_new = held.recovered.is_none();
         let limit_pages = self.sizes.limit_pages;
         let rule = Arc::new(BudgetRule::new(limit_pages, standing.ram_pages()));
@@ -483,12 +503,10 @@ impl PreparedPager {
 /// Opens a session with each server; what the guest may need remotely is reserved in equal parts.
 fn start_sessions(
     remote: &RemoteConfig,
-    config: &PagerConfig,
-    sizes: limits::Sizes,
+    standing: &Standing,
     events: &Sender<SessionEvent>,
 ) -> Result<Arc<[Session]>, PagerError> {
-    let servers = remote.addresses.len();
-    let each = limits::reserve_bytes(config.ram_bytes, sizes, config.page_size, servers);
+    let each = standing.reserve_bytes(remote.addresses.len());
     let sessions = (0..remote.addresses.len())
         .map(|server| Session::start(server, remote, each, events.clone()));
     let sessions: Vec<Session> = sessions.collect::<Result<_, _>>()?;

@@ -6,7 +6,7 @@
 //! | `record` | the VMM, its userfaultfds, its RAM's places in the table, servers and settings |
 //! | `groups` | which slab each group of slots is |
 //! | `key` | what the pages' keys are made of, whether they are sealed, and the secret of the sessions with the servers |
-//! | `granularity`, `workers`, `queue-depth` | how the guest's memory is moved; each only where it was set |
+//! | `granularity`, `workers`, `queue-depth`, `compressed-share` | how the guest's memory is moved; each only where it was set |
 //! | `disk-key` | the key to the far-memory disk, as the domain's metadata has it |
 //!
 //! Each names its version. The version of the record and the VMM's process are read before all else
@@ -262,6 +262,7 @@ impl Records {
             granularity: self.read("granularity")?,
             workers: self.read("workers")?,
             queue_depth: self.read("queue-depth")?,
+            compressed_share: self.read("compressed-share")?,
         })
     }
 
@@ -271,6 +272,7 @@ impl Records {
             granularity,
             workers,
             queue_depth,
+            compressed_share,
         } = tuning;
         if let Some(granularity) = granularity {
             self.write_json("granularity", granularity)?;
@@ -280,6 +282,9 @@ impl Records {
         }
         if let Some(queue_depth) = queue_depth {
             self.write_json("queue-depth", queue_depth)?;
+        }
+        if let Some(share) = compressed_share {
+            self.write_json("compressed-share", share)?;
         }
         Ok(())
     }
@@ -429,6 +434,7 @@ mod tests {
         records.write_tuning(&tuning).expect("room");
         tuning.workers = "5".parse().ok();
         tuning.queue_depth = "16".parse().ok();
+        tuning.compressed_share = "0.2".parse().ok();
         let others = Tuning {
             granularity: None,
             ..tuning

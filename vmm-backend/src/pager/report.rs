@@ -65,6 +65,10 @@ pub struct MemoryReport {
     pub resident: u64,
     /// In staging.
     pub staged: u64,
+    /// Local memory that compressed pages take.
+    pub compressed: u64,
+    /// Pages that are in it, also those that are resident again.
+    pub compressed_held: u64,
     /// On servers only.
     pub stored: u64,
     /// Kept as words.
@@ -104,6 +108,8 @@ impl Pager {
             limit: self.rule.limit_pages() * page,
             resident: pages(State::Resident) + pages(State::Busy),
             staged: u64::from(self.shared.staging.in_use()) * page,
+            compressed: self.shared.compressed.taken_pages() * page,
+            compressed_held: self.shared.compressed.held_pages() * page,
             stored: pages(State::Stored),
             filled: pages(State::Filled),
             lost: pages(State::Lost),
@@ -146,6 +152,7 @@ impl Pager {
             faults_zero: faults(FaultKind::Zero),
             faults_filled: faults(FaultKind::Filled),
             faults_staged: faults(FaultKind::Staged),
+            faults_compressed: faults(FaultKind::Compressed),
             faults_remote: faults(FaultKind::Remote),
             faults_protected: faults(FaultKind::Protected),
             faults_duplicate: stats.duplicates.get(),
@@ -153,12 +160,14 @@ impl Pager {
             faults_poisoned: stats.poisoned_faults.get(),
             refaults: faults(FaultKind::Filled)
                 + faults(FaultKind::Staged)
+                + faults(FaultKind::Compressed)
                 + faults(FaultKind::Remote),
             waited_us: self.waited_us(),
             evicted_pages: clean + filled + stats.evicted_staged.get(),
             evicted_clean_pages: clean,
             evicted_filled_pages: filled,
             writeback_pages: stats.written_back.get(),
+            compressed_pages: self.shared.compressed.kept_pages(),
             fetched_ahead_pages: stats.fetched_ahead.get(),
             removed_pages: stats.removed.get(),
             wire_received_bytes: demand(|gauges| &gauges.wire_received_bytes)

@@ -28,11 +28,12 @@ use std::sync::Arc;
 use crossbeam_channel::{Sender, unbounded};
 use outram_wire::lost_pages::LostPages;
 use outram_wire::server::SlabId;
+use outram_wire::tuning::Tuning;
 use outram_wire::units::{PageSize, VmId};
 
 use super::guest_ram::{GuestRam, intersect};
 use super::inbox::Inbox;
-use super::limits::{Standing, reserve_bytes};
+use super::limits::Standing;
 use super::plugging::{Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
@@ -42,6 +43,7 @@ use super::{
 };
 use crate::crash_points::{self, Point};
 use crate::engine::ages::Ages;
+use crate::engine::compressed::CompressedPool;
 use crate::engine::recovery::recover_page;
 use crate::engine::seal::PageKey;
 use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
@@ -174,16 +176,17 @@ impl Orphan {
         crash_points::pass(Point::RecoverOpened);
         let uffds = self.fetch_userfaultfds()?;
         crash_points::pass(Point::RecoverFetched);
-        let standing = self.standing(&ram);
-        let sizes = standing.sizes();
         let keys = self.state_dir.records().keys()?;
         let tuning = self.state_dir.records().tuning()?;
+        let standing = self.standing(&ram, &tuning);
+        let sizes = standing.sizes();
         let shared = Arc::new(Shared {
             page_size: size,
             table,
             budget: budget::Budget::new(sizes.budget_pages, size),
             // Its capacity is set once its slots are claimed.
             staging: StagingPool::new(0),
+            compressed: CompressedPool::default(),
             slots: former_slots(&self.state_dir.records(), &self.record)?,
             ages: Ages::default(),
             pace: pace_of(&tuning, size).map_err(|error| {
@@ -195,6 +198,9 @@ impl Orphan {
             stats: Stats::new(),
         });
         shared.slots.set_keep_allowance(sizes.keep_pages);
+        shared
+            .compressed
+            .set_capacity(sizes.compressed_pages, &shared.budget);
         let recovered = recover_table(&shared, &table_file, &ram, &uffds, &staging)
             .map_err(system("taking guest RAM over again"))?;
         crash_points::pass(Point::RecoverTable);
@@ -208,7 +214,7 @@ impl Orphan {
             ..remote.clone()
         };
         let (sender, events) = unbounded();
-        let each = reserve_bytes(standing.ram_bytes, sizes, size, remote.addresses.len());
+        let each = standing.reserve_bytes(remote.addresses.len());
         crash_points::pass(Point::RecoverSessions);
         let sessions = resume_sessions(&remote, each, &recovered.slabs, &sender)?;
         let prepared = PreparedPager {
@@ -293,11 +299,12 @@ impl Orphan {
         Ok(uffds.map_err(system("the userfaultfd handshake"))?)
     }
 
-    fn standing(&self, ram: &GuestRam) -> Standing {
+    fn standing(&self, ram: &GuestRam, tuning: &Tuning) -> Standing {
         Standing {
             limit: self.record.limit,
             ram_bytes: u64::from(ram.pages()) * self.record.page_size.bytes(),
             page_size: self.record.page_size,
+            compressed: tuning.compressed_share.unwrap_or_default(),
         }
     }
 

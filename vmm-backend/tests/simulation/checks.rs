@@ -252,7 +252,8 @@ impl World {
         });
         let counted = recount.states[State::Resident as usize]
             + recount.states[State::Busy as usize]
-            + self.live_fetches.len() as u64;
+            + self.live_fetches.len() as u64
+            + self.shared.compressed.taken_pages();
         let used = self.shared.budget.used();
         if used != counted {
             return fail(

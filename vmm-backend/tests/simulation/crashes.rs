@@ -63,6 +63,8 @@ pub(crate) struct WrittenDown {
     pub(crate) limit: u64,
     pub(crate) staging: u32,
     pub(crate) kept: u64,
+    /// Pages that compressed ones may take; those of the guest whose pages are huge take none.
+    pub(crate) compressed: u64,
     pub(crate) groups: (Vec<GroupPlace>, u32),
 }
 
@@ -72,6 +74,7 @@ impl Default for WrittenDown {
             limit: LIMIT_FIRST,
             staging: 24,
             kept: 30,
+            compressed: 0,
             groups: (Vec::new(), 0),
         }
     }
@@ -167,6 +170,9 @@ impl Simulation {
             let (places, next) = &world.written.groups;
             engine.slots.restore(places, *next);
             engine.slots.set_keep_allowance(world.written.kept);
+            engine
+                .compressed
+                .set_capacity(world.written.compressed, &engine.budget);
             engine.budget.set_limit(world.limit);
             for server in 0..SERVERS {
                 let connected = world.servers.servers[server].connected;

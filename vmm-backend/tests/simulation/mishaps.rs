@@ -30,9 +30,12 @@ impl Simulation {
             let limit = world.random.between(LIMIT_LEAST, 150);
             let staging = world.random.between(6, STAGING_MOST);
             let kept = world.random.below(50);
-            let granule = match world.kind {
-                Memory::Hugetlbfs => 1,
-                _ => 1 << world.random.below(5),
+            let (granule, compressed) = match world.kind {
+                Memory::Hugetlbfs => (1, 0),
+                _ => (
+                    1 << world.random.below(5),
+                    world.random.below(u64::from(limit) / 2),
+                ),
             };
             let shared = Arc::clone(&world.shared);
             world.limit = u64::from(limit);
@@ -40,6 +43,7 @@ impl Simulation {
                 limit: world.limit,
                 staging,
                 kept,
+                compressed,
                 groups: std::mem::take(&mut world.written.groups),
             };
             let beyond = if world.is(Sabotage::IgnoreLimit) {
@@ -50,6 +54,7 @@ impl Simulation {
             shared.budget.set_limit(world.limit + beyond);
             shared.staging.set_capacity(staging);
             shared.slots.set_keep_allowance(kept);
+            shared.compressed.set_capacity(compressed, &shared.budget);
             shared.pace.set_granule(granule);
             let depth = world.random.between(1, 9);
             let depth = depth.try_into().expect("within bounds");
@@ -85,6 +90,7 @@ impl Simulation {
             40..60 => self.tune(),
             60..62 => self.world.borrow_mut().restart_empty(server),
             62..66 => self.world.borrow_mut().flip_stored_bit(),
+            80..84 => self.world.borrow_mut().spoil_compressed(),
             66..70 => self.vacate(),
             70..76 => self.freeze(),
             76..79 if moves => self.start_homing(),
@@ -105,6 +111,7 @@ impl Simulation {
         if !keeps_limit {
             self.world.borrow_mut().limit = 2 * u64::from(PAGES);
             self.shared.budget.set_limit(2 * u64::from(PAGES));
+            self.shared.compressed.set_capacity(0, &self.shared.budget);
         }
         for shard in 0..SHARDS {
             self.empty_inbox(shard);
@@ -305,8 +312,8 @@ impl Simulation {
         self.happened.extend(moves.into_iter().chain(deaths));
         let never = match kind {
             Memory::Tmpfs | Memory::TmpfsTwoCopies => &["waits for the pool"][..],
-            // Few pages keep their slot there, and so few come back protected.
-            Memory::Hugetlbfs => &["homecomings", "plugged parts", "protected"],
+            // Few pages keep their slot there, and so few come back protected; none is compressed.
+            Memory::Hugetlbfs => &["homecomings", "plugged parts", "protected", "compressed"],
         };
         for (name, count) in &self.happened {
             assert!(

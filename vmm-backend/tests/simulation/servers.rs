@@ -349,4 +349,20 @@ impl World {
             self.may_be_lost.insert(page);
         }
     }
+
+    /// What is compressed is forgotten, but for bytes that a page never had.
+    pub(crate) fn spoil_compressed(&mut self) {
+        let (pool, budget) = (&self.shared.compressed, &self.shared.budget);
+        if !pool.is_on() {
+            return;
+        }
+        pool.set_capacity(0, budget);
+        pool.set_capacity(self.written.compressed, budget);
+        let page = PageIndex(self.random.below(u64::from(PAGES)) as u32);
+        let generation = self.shared.table.load(page).generation;
+        let wrong = Contents::filled(self.random.next());
+        pool.offer(page, generation, wrong.bytes(), &mut None, budget);
+        // What was given back may be what others wait for.
+        self.alerted = [true; SHARDS];
+    }
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::AtomicU64;
 
 use outram_backend::engine::ages::Ages;
 use outram_backend::engine::budget::Budget;
+use outram_backend::engine::compressed::CompressedPool;
 use outram_backend::engine::pace::Pace;
 use outram_backend::engine::policy::TwoQueues;
 use outram_backend::engine::seal::PageKey;
@@ -97,6 +98,7 @@ pub(crate) fn shared(words: TableWords, seal: Seal, lost_pages: LostPages) -> Sh
         table: PageTable::new(Box::new(Lasting(words))),
         budget: Budget::new(LIMIT_FIRST, PageSize::BASE),
         staging: StagingPool::new(0),
+        compressed: CompressedPool::of_chunks(1),
         slots: SlotPool::new(SERVERS),
         pace: Pace::default(),
         ages: Ages::default(),

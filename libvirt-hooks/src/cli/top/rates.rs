@@ -40,7 +40,7 @@ impl Sample {
 
     fn faults(&self) -> u64 {
         let c = &self.counters;
-        c.faults_zero + c.faults_filled + c.faults_staged + c.faults_remote + c.faults_protected
+        c.answered_faults()
     }
 
     /// The rates since an earlier sample. `None` where they cannot be told: the backend is another

@@ -106,7 +106,7 @@ impl Column {
         match self {
             Self::Name | Self::State => None,
             Self::Ram => status(|status| status.ram_bytes),
-            Self::Local => status(|status| status.resident_bytes + status.staged_bytes),
+            Self::Local => status(Status::local_bytes),
             Self::Limit => status(|status| status.limit_bytes),
             Self::Remote => status(|status| status.stored_bytes),
             Self::Faults => rates.map(|rates| rates.faults),

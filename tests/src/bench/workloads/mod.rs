@@ -134,6 +134,13 @@ static CATALOGUE: &[Entry] = &[
         make: |parameters| Box::new(key_value::KeyValue::four_kib(parameters)),
     },
     Entry {
+        name: "kv-text",
+        summary: "kv-4k with values that compress as the cold memory of a fleet (Lagar-Cavilla et al. \
+                  2019): seven in ten to a third, the others not; an operation is a get or a set; \
+                  honours compute",
+        make: |parameters| Box::new(key_value::KeyValue::compressible(parameters)),
+    },
+    Entry {
         name: "kv-32k",
         summary: "the same with values of 32 KiB, as memcached's in the thesis on remote swap; an \
                   operation is a get or a set; honours compute",

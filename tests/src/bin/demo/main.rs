@@ -248,11 +248,12 @@ fn tell_checker(report: &Answer) -> Result<()> {
 fn tell_pager(status: &Status) {
     let counters = &status.counters;
     println!(
-        "Faults: {} in all: {} on pages never touched, {} same-filled, {} taken back from staging, {} fetched from the server, {} on write-protected pages.",
-        table::faults(counters),
+        "Faults: {} in all: {} on pages never touched, {} same-filled, {} taken back from staging, {} decompressed, {} fetched from the server, {} on write-protected pages.",
+        counters.answered_faults(),
         counters.faults_zero,
         counters.faults_filled,
         counters.faults_staged,
+        counters.faults_compressed,
         counters.faults_remote,
         counters.faults_protected
     );

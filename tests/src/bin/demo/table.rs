@@ -98,7 +98,7 @@ impl Table {
             format_size(row.status.limit_bytes),
             format_size(row.cost),
             format_size(row.on_server),
-            rate(faults(&counters), faults(&before)),
+            rate(counters.answered_faults(), before.answered_faults()),
             rate(counters.faults_remote, before.faults_remote),
             rate(counters.evicted_pages, before.evicted_pages),
             row.verified.to_string(),
@@ -110,13 +110,4 @@ impl Table {
             .map(|(cell, (_, width))| format!("{cell:>width$}"))
             .collect()
     }
-}
-
-/// Faults of all kinds that gave the guest a page.
-pub(crate) fn faults(counters: &Counters) -> u64 {
-    counters.faults_zero
-        + counters.faults_filled
-        + counters.faults_staged
-        + counters.faults_remote
-        + counters.faults_protected
 }

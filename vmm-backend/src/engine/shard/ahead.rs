@@ -1,7 +1,7 @@
 //! Fetching pages that nobody has asked for yet: those that are moved together with one that somebody
 //! waits for, and those ahead of a guest that goes through its memory in order (see
-//! [`prefetch`](crate::engine::prefetch), which then counts in what is moved together). Those that staging
-//! still has a copy of are put in place at once.
+//! [`prefetch`](crate::engine::prefetch), which then counts in what is moved together). Those that
+//! this host still has a copy of are put in place at once.
 //!
 //! A page fetched ahead is an ordinary page on its way for which nobody waits yet. What stands in its way
 //! ends it: it is fetched when somebody asks for it.
@@ -57,8 +57,8 @@ impl<P: Ports> Shard<P> {
         let mut pending = Pending::new(None, self.ports.now_us());
         pending.ahead = true;
         pending.expects_store = expects_store;
-        if self.finds_spare(page, &entry) {
-            self.install_spare(page, entry, pending);
+        if let Some(kind) = self.find_spare(page, &entry) {
+            self.install_spare(page, entry, kind, pending);
             return true;
         }
         self.shared.stats.fetched_ahead.count();

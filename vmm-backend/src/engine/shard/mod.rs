@@ -169,8 +169,10 @@ pub struct Shard<P: Ports> {
     answered_wait_us: u64,
     /// A page's worth of room, for bytes on their way.
     room: Box<[u8]>,
-    /// The same, for a copy that was found in staging.
+    /// The same, for a copy that was found in memory of this host.
     spare: Box<[u8]>,
+    /// Such a copy where it was compressed.
+    packed: Vec<u8>,
     /// The same, where a tag is made of such a copy.
     resealed: Vec<u8>,
 }
@@ -211,6 +213,7 @@ impl<P: Ports> Shard<P> {
             prefetch,
             answered_wait_us: 0,
             spare: room.clone(),
+            packed: Vec::new(),
             resealed: Vec::new(),
             room,
         }
@@ -532,14 +535,16 @@ impl<P: Ports> Shard<P> {
                 Some((of, bytes)) if of == entry => {
                     self.install_fetched(page, entry, &bytes, FaultKind::Remote, pending);
                 }
-                _ if self.finds_spare(page, &entry) => {
-                    let fault = pending.fault;
-                    self.install_spare(page, entry, pending);
-                    fault
-                        .into_iter()
-                        .for_each(|fault| self.fetch_ahead(page, fault));
-                }
-                _ => self.fetch_on_demand(page, entry, pending),
+                _ => match self.find_spare(page, &entry) {
+                    Some(kind) => {
+                        let fault = pending.fault;
+                        self.install_spare(page, entry, kind, pending);
+                        fault
+                            .into_iter()
+                            .for_each(|fault| self.fetch_ahead(page, fault));
+                    }
+                    None => self.fetch_on_demand(page, entry, pending),
+                },
             },
         }
     }
@@ -790,20 +795,28 @@ impl<P: Ports> Shard<P> {
         reachable
     }
 
-    /// Looks for a copy of a stored page that staging still has: a whole one is in `spare` then.
-    fn finds_spare(&mut self, page: PageIndex, entry: &Entry) -> bool {
-        let Some(found) = self.shared.staging.take_spare(page, entry.generation) else {
-            return false;
-        };
-        self.ports.read_staged(found.slot, &mut self.spare);
-        self.shared.staging.release(found.slot);
-        let key = &self.shared.key;
-        let is_whole = if found.is_sealed || !key.seals() {
-            let opened = key.open(page, entry.generation, entry.tag, &mut self.spare);
-            opened.is_ok()
+    /// Looks for a copy of a stored page that this host still has: a whole one is in `spare` then. How a
+    /// fault is answered with it.
+    fn find_spare(&mut self, page: PageIndex, entry: &Entry) -> Option<FaultKind> {
+        if self.finds_staged_spare(page, entry) {
+            Some(FaultKind::Staged)
+        } else if self.finds_compressed(page, entry) {
+            Some(FaultKind::Compressed)
         } else {
-            key.tag(page, entry.generation, &self.spare, &mut self.resealed) == entry.tag
-        };
+            None
+        }
+    }
+
+    fn finds_compressed(&mut self, page: PageIndex, entry: &Entry) -> bool {
+        let (packed, spare) = (&mut self.packed, &mut self.spare);
+        let pool = &self.shared.compressed;
+        pool.take(page, entry.generation, packed, spare) && self.is_spare_whole(page, entry)
+    }
+
+    /// Whether what `spare` has are the bytes that a stored page left with.
+    fn is_spare_whole(&mut self, page: PageIndex, entry: &Entry) -> bool {
+        let (key, room) = (&self.shared.key, &mut self.resealed);
+        let is_whole = key.tag(page, entry.generation, &self.spare, room) == entry.tag;
         if !is_whole {
             // Its server has another.
             self.shared.stats.refused_reads.count();
@@ -811,10 +824,28 @@ impl<P: Ports> Shard<P> {
         is_whole
     }
 
-    /// Installs what [`Shard::finds_spare`] has found: what came from the page's server otherwise.
-    fn install_spare(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
+    fn finds_staged_spare(&mut self, page: PageIndex, entry: &Entry) -> bool {
+        let Some(found) = self.shared.staging.take_spare(page, entry.generation) else {
+            return false;
+        };
+        self.ports.read_staged(found.slot, &mut self.spare);
+        self.shared.staging.release(found.slot);
+        if !found.is_sealed {
+            return self.is_spare_whole(page, entry);
+        }
+        let key = &self.shared.key;
+        let opened = key.open(page, entry.generation, entry.tag, &mut self.spare);
+        if opened.is_err() {
+            // Its server has another.
+            self.shared.stats.refused_reads.count();
+        }
+        opened.is_ok()
+    }
+
+    /// Installs what [`Shard::find_spare`] has found: what came from the page's server otherwise.
+    fn install_spare(&mut self, page: PageIndex, entry: Entry, kind: FaultKind, pending: Pending) {
         let bytes = std::mem::take(&mut self.spare);
-        self.install_fetched(page, entry, &bytes, FaultKind::Staged, pending);
+        self.install_fetched(page, entry, &bytes, kind, pending);
         self.spare = bytes;
     }
 
@@ -859,7 +890,7 @@ impl<P: Ports> Shard<P> {
             pending.fetched = Some((entry, bytes.into()));
         }
         let arrival = match kind {
-            FaultKind::Staged if !pending.is_idle() => Arrival::Refault,
+            FaultKind::Staged | FaultKind::Compressed if !pending.is_idle() => Arrival::Refault,
             _ => Arrival::New,
         };
         self.end_install(page, how, next, arrival, kind, pending);

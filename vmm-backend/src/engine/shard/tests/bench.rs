@@ -9,6 +9,7 @@ use outram_wire::units::PAGE_SIZE;
 
 use crate::engine::ages::Ages;
 use crate::engine::budget::Budget;
+use crate::engine::compressed::CompressedPool;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
 use crate::engine::pace::Pace;
 use crate::engine::policy::TwoQueues;
@@ -246,6 +247,7 @@ fn shared_with(limit: u64, staging: u32, lost_pages: LostPages) -> SharedRef {
         table: PageTable::in_memory(PAGES),
         budget: Budget::new(limit, PageSize::BASE),
         staging: StagingPool::new(staging),
+        compressed: CompressedPool::of_chunks(1),
         slots,
         pace: Pace::default(),
         ages: Ages::default(),

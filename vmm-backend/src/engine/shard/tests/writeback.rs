@@ -1,5 +1,7 @@
 //! Write-back, and pages taken back meanwhile.
 
+use std::sync::Arc;
+
 use super::bench::*;
 use crate::engine::PageIndex;
 use crate::engine::stats::FaultKind;
@@ -86,6 +88,75 @@ fn a_spoilt_copy_in_staging_is_not_taken() {
         assert_eq!(bench.shared.stats.refused_reads.get(), 1);
         assert_eq!(bench.shared.stats.integrity_failures.get(), 0);
     }
+}
+
+/// A bench that keeps compressed pages, and none in staging.
+fn compressing() -> Bench {
+    let bench = Bench::new();
+    let shared = &bench.shared;
+    shared.compressed.set_capacity(10, &shared.budget);
+    bench
+}
+
+#[test]
+fn a_stored_page_comes_back_from_where_it_is_compressed() {
+    let mut bench = compressing();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert!(bench.world().fetches.is_empty(), "nothing was asked for");
+    let entry = bench.entry(7);
+    assert!(!entry.dirty && entry.protected && entry.slot.is_some());
+    assert_eq!(bench.shared.stats.faults(FaultKind::Compressed), 1);
+    // Unchanged, it goes without being written again.
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Stored);
+    bench.fault(7, WRITE);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert!(bench.world().fetches.is_empty() && bench.world().orders.is_empty());
+    assert_eq!(bench.shared.compressed.kept_pages(), 2);
+    // What it was before it was changed is not what it is.
+    bench.store(7, 2);
+    bench.evict_all();
+    let write = bench.start_write();
+    bench.end_write(write);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(2)));
+    assert_eq!(bench.shared.stats.faults(FaultKind::Compressed), 3);
+}
+
+#[test]
+fn what_another_page_left_compressed_is_not_taken() {
+    let mut bench = compressing();
+    bench.store_remotely(7, 1);
+    let shared = &bench.shared;
+    let generation = bench.entry(7).generation;
+    // As if what lies there had been spoilt: other bytes for the same page and generation.
+    shared.compressed.set_capacity(0, &shared.budget);
+    shared.compressed.set_capacity(10, &shared.budget);
+    let (pool, page) = (&shared.compressed, PageIndex(7));
+    pool.offer(page, generation, &bytes(9), &mut None, &shared.budget);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), None);
+    bench.answer(1);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert_eq!(bench.shared.stats.refused_reads.get(), 1);
+    assert_eq!(bench.shared.stats.integrity_failures.get(), 0);
+}
+
+#[test]
+fn pages_that_are_clean_since_they_were_fetched_are_compressed_as_they_go() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.answer(1);
+    let shared = Arc::clone(&bench.shared);
+    shared.compressed.set_capacity(10, &shared.budget);
+    bench.evict_all();
+    assert_eq!(bench.state(7), State::Stored);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert_eq!(shared.stats.faults(FaultKind::Compressed), 1);
 }
 
 #[test]

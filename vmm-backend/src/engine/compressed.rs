@@ -1,0 +1,604 @@
+//! Evicted pages, compressed, in memory of the host that the guest's limit has room for: what left not
+//! long ago comes back from here for a few microseconds, where a server takes a round trip.
+//!
+//! It is a cache and nothing else: whatever is here is in staging or on a server too, so that it may be
+//! dropped at any moment, and is lost with the process. That the bytes are the page's is for whoever
+//! takes them to check, by the page's tag. A page that is taken is here no longer, for it is in the
+//! guest's memory then.
+//!
+//! Memory is taken in chunks, each counted against the limit like that many pages and only where there is
+//! room to spare, so that a guest whose pages do not compress keeps its limit for itself. A page lies in
+//! blocks, anywhere: none is left over but the rest of its last. Where there are not enough, the pages that
+//! have been here longest go.
+//!
+//! Where few of the last pages became small enough, not all of the following are tried.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use lz4_flex::block::{
+    CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
+};
+use outram_wire::units::PAGE_SIZE;
+use vm_memory::{Bytes, MmapRegion, VolatileMemory};
+
+use super::budget::Budget;
+use super::{Generation, PageIndex};
+
+/// Bytes of a page that is kept at most: one that stays larger is worth less than the room that it takes.
+const MOST_PACKED_BYTES: usize = PAGE_SIZE / 2;
+
+/// Bytes of a block: half of one, a tenth of what a page usually becomes, is left over in its last.
+const BLOCK_BYTES: usize = 256;
+
+/// Blocks of a page at most.
+const MOST_BLOCKS: usize = MOST_PACKED_BYTES / BLOCK_BYTES;
+
+/// Pages of memory in a chunk: few system calls, and little to come by or to give up at a time.
+const CHUNK_PAGES: u32 = 16;
+
+/// Compressed pages for each page of memory, at most: what bounds the index.
+const HELD_PER_PAGE: usize = 4;
+
+/// Pages of memory that have an index of one page: 128 bytes for each compressed one, as a hash map holds
+/// up to twice as many as are used.
+const PAGES_PER_INDEX_PAGE: u32 = 8;
+
+/// How many of the last pages that were tried became small enough: from 0 for none to this for all, each
+/// counting a 32nd less than the next.
+const ALL_SMALL: u32 = 1 << 16;
+
+/// Below this, an eighth, only some are tried: compressing in vain costs evictors more than the rest is worth.
+const FEW_SMALL: u32 = ALL_SMALL / 8;
+
+/// Of which one in so many is.
+const TRIED_ONE_IN: u32 = 16;
+
+/// What compressing takes beside the page.
+pub struct Press {
+    table: CompressTable,
+    /// Room for what becomes of the worst page.
+    packed: Vec<u8>,
+}
+
+impl Default for Press {
+    fn default() -> Self {
+        Self {
+            table: CompressTable::default(),
+            packed: vec![0; get_maximum_output_size(PAGE_SIZE)],
+        }
+    }
+}
+
+impl Press {
+    /// A page, compressed, where that makes it small enough.
+    fn pack(&mut self, bytes: &[u8]) -> Option<&[u8]> {
+        let length = compress_into_with_table(bytes, &mut self.packed, &mut self.table).ok()?;
+        (length <= MOST_PACKED_BYTES).then(|| &self.packed[..length])
+    }
+}
+
+/// A compressed page.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    generation: Generation,
+    /// When it came: none has the number of another.
+    arrival: u64,
+    bytes: u16,
+    /// Where its bytes are, as many as it needs.
+    blocks: [u32; MOST_BLOCKS],
+}
+
+impl Held {
+    fn blocks(&self) -> &[u32] {
+        &self.blocks[..usize::from(self.bytes).div_ceil(BLOCK_BYTES)]
+    }
+}
+
+#[derive(Debug, Default)]
+struct Contents {
+    chunks: Vec<MmapRegion>,
+    /// Blocks that hold nothing.
+    free: Vec<u32>,
+    index: HashMap<PageIndex, Held>,
+    /// Who came when, oldest first; some are here no longer.
+    arrivals: VecDeque<(PageIndex, u64)>,
+    arrived: u64,
+}
+
+/// The compressed pages of a guest; a leaf lock guards them, and is not held while anything is compressed.
+#[derive(Debug)]
+pub struct CompressedPool {
+    chunk_pages: u32,
+    /// Chunks that there may be.
+    most: AtomicU32,
+    /// How many of the last pages became small enough.
+    small: AtomicU32,
+    /// Pages that were not tried since.
+    skipped: AtomicU32,
+    kept: AtomicU64,
+    contents: Mutex<Contents>,
+}
+
+impl Default for CompressedPool {
+    fn default() -> Self {
+        Self::of_chunks(CHUNK_PAGES)
+    }
+}
+
+impl CompressedPool {
+    /// An empty pool, which takes memory in chunks of so many pages.
+    pub fn of_chunks(chunk_pages: u32) -> Self {
+        Self {
+            chunk_pages,
+            most: AtomicU32::new(0),
+            small: AtomicU32::new(ALL_SMALL),
+            skipped: AtomicU32::new(0),
+            kept: AtomicU64::new(0),
+            contents: Mutex::default(),
+        }
+    }
+
+    /// Pages that each chunk counts as: its own, and those of its index.
+    fn chunk_cost(&self) -> u64 {
+        u64::from(self.chunk_pages + self.chunk_pages.div_ceil(PAGES_PER_INDEX_PAGE))
+    }
+
+    fn contents(&self) -> MutexGuard<'_, Contents> {
+        // A panic elsewhere leaves an index that at worst names wrong bytes, and those are found out.
+        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has it take so many pages of memory at most; what is too much is given back now, and those who wait
+    /// for room are to be told.
+    pub fn set_capacity(&self, pages: u64, budget: &Budget) {
+        let most = u32::try_from(pages / self.chunk_cost()).unwrap_or(u32::MAX);
+        let mut contents = self.contents();
+        self.most.store(most, Ordering::Relaxed);
+        let given_back = contents.shrink(most as usize);
+        budget.release(given_back as u64 * self.chunk_cost());
+    }
+
+    /// Pages of memory that it takes, as they are counted.
+    pub fn taken_pages(&self) -> u64 {
+        self.contents().chunks.len() as u64 * self.chunk_cost()
+    }
+
+    /// Pages that are here.
+    pub fn held_pages(&self) -> u64 {
+        self.contents().index.len() as u64
+    }
+
+    /// Pages that were compressed and kept, so far.
+    pub fn kept_pages(&self) -> u64 {
+        self.kept.load(Ordering::Relaxed)
+    }
+
+    /// Whether pages are kept at all.
+    pub fn is_on(&self) -> bool {
+        self.most.load(Ordering::Relaxed) > 0
+    }
+
+    /// Keeps a page that is about to leave, if it becomes small enough. `press` is made where it is needed.
+    pub fn offer(
+        &self,
+        page: PageIndex,
+        generation: Generation,
+        bytes: &[u8],
+        press: &mut Option<Press>,
+        budget: &Budget,
+    ) {
+        if !self.is_on() || self.contents().has(page, generation) || !self.is_tried() {
+            return;
+        }
+        let packed = press.get_or_insert_default().pack(bytes);
+        self.note_tried(packed.is_some());
+        let Some(packed) = packed else { return };
+        let mut contents = self.contents();
+        if self.makes_room(&mut contents, packed.len(), budget) {
+            contents.push(page, generation, packed);
+            self.kept.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the next page is to be tried.
+    fn is_tried(&self) -> bool {
+        let skipped = || self.skipped.fetch_add(1, Ordering::Relaxed);
+        self.small.load(Ordering::Relaxed) >= FEW_SMALL || skipped() % TRIED_ONE_IN == 0
+    }
+
+    fn note_tried(&self, is_small: bool) {
+        // Of two that come at once one may go uncounted.
+        let small = self.small.load(Ordering::Relaxed);
+        let worth = if is_small { ALL_SMALL / 32 } else { 0 };
+        self.small
+            .store(small - small / 32 + worth, Ordering::Relaxed);
+    }
+
+    /// Takes what is here of a page at a generation into `bytes`, which are a page; what they are worth is to
+    /// be checked. `packed` is room.
+    pub fn take(
+        &self,
+        page: PageIndex,
+        generation: Generation,
+        packed: &mut Vec<u8>,
+        bytes: &mut [u8],
+    ) -> bool {
+        self.is_on()
+            && self.contents().take(page, generation, packed)
+            && decompress_into(packed, bytes).is_ok_and(|length| length == bytes.len())
+    }
+
+    /// Sees that there is room for a page of so many bytes.
+    fn makes_room(&self, contents: &mut Contents, bytes: usize, budget: &Budget) -> bool {
+        loop {
+            let most_held = contents.chunks.len() * self.chunk_pages as usize * HELD_PER_PAGE;
+            let has_blocks = contents.free.len() >= bytes.div_ceil(BLOCK_BYTES);
+            if has_blocks && contents.index.len() < most_held {
+                return true;
+            }
+            let most = self.most.load(Ordering::Relaxed) as usize;
+            if contents.chunks.len() < most
+                && let Some(chunk) = self.new_chunk(budget)
+            {
+                contents.add(chunk);
+            } else if !contents.drop_oldest() {
+                return false;
+            }
+        }
+    }
+
+    /// Another chunk, where nobody else is in need of its memory.
+    fn new_chunk(&self, budget: &Budget) -> Option<MmapRegion> {
+        let cost = self.chunk_cost();
+        if budget.waiting() > 0 || budget.spare() < cost || !budget.acquire(cost) {
+            return None;
+        }
+        let chunk = MmapRegion::new(self.chunk_pages as usize * PAGE_SIZE);
+        if chunk.is_err() {
+            budget.release(cost);
+        }
+        chunk.ok()
+    }
+}
+
+/// The blocks of a chunk: their numbers are those of the chunks in a row.
+fn blocks_of(chunk: &MmapRegion) -> usize {
+    chunk.size() / BLOCK_BYTES
+}
+
+impl Contents {
+    fn add(&mut self, chunk: MmapRegion) {
+        let first = self.chunks.len() * blocks_of(&chunk);
+        self.free.extend(
+            (first..first + blocks_of(&chunk))
+                .rev()
+                .map(|block| block as u32),
+        );
+        self.chunks.push(chunk);
+    }
+
+    /// Gives all chunks back but so many, with what lies in them. How many.
+    fn shrink(&mut self, most: usize) -> usize {
+        let Some(chunk) = self.chunks.get(most) else {
+            return 0;
+        };
+        let end = (most * blocks_of(chunk)) as u32;
+        let Self { index, free, .. } = self;
+        index.retain(|_, held| {
+            let stays = held.blocks().iter().all(|block| *block < end);
+            if !stays {
+                free.extend(held.blocks());
+            }
+            stays
+        });
+        free.retain(|block| *block < end);
+        self.forget_arrivals();
+        self.chunks.drain(most..).count()
+    }
+
+    /// Whether the page is here; it counts as having come now.
+    fn has(&mut self, page: PageIndex, generation: Generation) -> bool {
+        let held = self.index.get_mut(&page);
+        let Some(held) = held.filter(|held| held.generation == generation) else {
+            return false;
+        };
+        self.arrived += 1;
+        held.arrival = self.arrived;
+        self.arrivals.push_back((page, self.arrived));
+        true
+    }
+
+    /// There is room for it.
+    fn push(&mut self, page: PageIndex, generation: Generation, packed: &[u8]) {
+        self.remove(page);
+        self.arrived += 1;
+        let mut held = Held {
+            generation,
+            arrival: self.arrived,
+            bytes: packed.len() as u16,
+            blocks: [0; MOST_BLOCKS],
+        };
+        for (place, part) in packed.chunks(BLOCK_BYTES).enumerate() {
+            let Some(block) = self.free.pop() else {
+                return;
+            };
+            held.blocks[place] = block;
+            let (chunk, at) = self.place(block);
+            // It cannot fail within a chunk; what was not written would be found out when it is taken.
+            let _ = chunk.as_volatile_slice().write_slice(part, at);
+        }
+        self.index.insert(page, held);
+        self.arrivals.push_back((page, held.arrival));
+        if self.arrivals.len() > 2 * self.index.len() + 64 {
+            self.forget_arrivals();
+        }
+    }
+
+    fn take(&mut self, page: PageIndex, generation: Generation, packed: &mut Vec<u8>) -> bool {
+        let Some(held) = self.remove(page) else {
+            return false;
+        };
+        packed.resize(held.bytes.into(), 0);
+        let parts = packed.chunks_mut(BLOCK_BYTES).zip(held.blocks());
+        held.generation == generation
+            && parts.into_iter().all(|(part, block)| {
+                let (chunk, at) = self.place(*block);
+                chunk.as_volatile_slice().read_slice(part, at).is_ok()
+            })
+    }
+
+    /// The chunk that a block is in, and where.
+    fn place(&self, block: u32) -> (&MmapRegion, usize) {
+        let each = blocks_of(&self.chunks[0]);
+        let chunk = &self.chunks[block as usize / each];
+        (chunk, block as usize % each * BLOCK_BYTES)
+    }
+
+    /// Frees what a page has here; its bytes stay until the blocks are another's.
+    fn remove(&mut self, page: PageIndex) -> Option<Held> {
+        let held = self.index.remove(&page)?;
+        self.free.extend(held.blocks());
+        Some(held)
+    }
+
+    /// Whether there was one.
+    fn drop_oldest(&mut self) -> bool {
+        while let Some((page, arrival)) = self.arrivals.pop_front() {
+            if self.is_current(page, arrival) {
+                self.remove(page);
+                return true;
+            }
+        }
+        false
+    }
+
+    fn is_current(&self, page: PageIndex, arrival: u64) -> bool {
+        let held = self.index.get(&page);
+        held.is_some_and(|held| held.arrival == arrival)
+    }
+
+    /// Forgets when those came that are here no longer.
+    fn forget_arrivals(&mut self) {
+        let mut arrivals = std::mem::take(&mut self.arrivals);
+        arrivals.retain(|(page, arrival)| self.is_current(*page, *arrival));
+        self.arrivals = arrivals;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::engine::PageSize;
+
+    const FIRST: Generation = Generation(1);
+
+    /// A pool of chunks of a page, each of which counts as two.
+    fn pool(chunks: u64) -> (CompressedPool, Budget) {
+        let (pool, budget) = (
+            CompressedPool::of_chunks(1),
+            Budget::new(100, PageSize::BASE),
+        );
+        pool.set_capacity(2 * chunks, &budget);
+        (pool, budget)
+    }
+
+    /// A page of which so many bytes do not compress, and the rest do.
+    fn page_of(random_bytes: usize, seed: u64) -> Vec<u8> {
+        let mut state = seed.wrapping_mul(2).wrapping_add(1);
+        let mut bytes = vec![seed as u8; PAGE_SIZE];
+        for byte in &mut bytes[..random_bytes] {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            *byte = (state >> 56) as u8;
+        }
+        bytes
+    }
+
+    fn offer(
+        (pool, budget): &(CompressedPool, Budget),
+        page: u32,
+        generation: Generation,
+        bytes: &[u8],
+    ) {
+        pool.offer(PageIndex(page), generation, bytes, &mut None, budget);
+    }
+
+    /// What is taken.
+    fn found(
+        (pool, _): &(CompressedPool, Budget),
+        page: u32,
+        generation: Generation,
+    ) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; PAGE_SIZE];
+        let is_found = pool.take(PageIndex(page), generation, &mut Vec::new(), &mut bytes);
+        is_found.then_some(bytes)
+    }
+
+    #[test]
+    fn what_is_found_is_what_was_offered() {
+        let pool = pool(4);
+        for (page, random_bytes) in [(1, 0), (2, 500), (3, 1900)] {
+            let bytes = page_of(random_bytes, page.into());
+            offer(&pool, page, FIRST, &bytes);
+            assert_eq!(found(&pool, page, FIRST), Some(bytes));
+        }
+        assert_eq!(found(&pool, 4, FIRST), None);
+        assert_eq!(found(&pool, 3, FIRST), None, "it was taken");
+        assert_eq!((pool.0.held_pages(), pool.0.kept_pages()), (0, 3));
+    }
+
+    #[test]
+    fn pages_that_stay_large_are_not_kept_and_after_many_few_are_tried() {
+        let pool = pool(40);
+        let (large, small) = (page_of(2100, 1), page_of(100, 2));
+        for page in 0..2000 {
+            offer(&pool, page, FIRST, &large);
+        }
+        assert_eq!((pool.0.held_pages(), pool.1.used()), (0, 0));
+        for page in 0..2 * TRIED_ONE_IN {
+            offer(&pool, page, FIRST, &small);
+        }
+        assert_eq!(pool.0.held_pages(), 2);
+        // Once some became small, all are tried again.
+        for page in 0..100 {
+            offer(&pool, page, FIRST, &small);
+        }
+        let before = pool.0.kept_pages();
+        for page in 100..110 {
+            offer(&pool, page, FIRST, &small);
+        }
+        assert_eq!(pool.0.kept_pages(), before + 10);
+    }
+
+    #[test]
+    fn memory_is_counted_while_it_is_taken() {
+        let pool = pool(3);
+        let bytes = page_of(1700, 1);
+        // Two of them fill a page.
+        for page in 0..20 {
+            offer(&pool, page, FIRST, &bytes);
+        }
+        assert_eq!((pool.0.taken_pages(), pool.1.used()), (6, 6));
+        assert_eq!(pool.0.held_pages(), 6);
+        pool.0.set_capacity(2, &pool.1);
+        assert_eq!((pool.0.taken_pages(), pool.1.used()), (2, 2));
+        assert_eq!(pool.0.held_pages(), 2);
+        offer(&pool, 30, FIRST, &bytes);
+        assert_eq!(found(&pool, 30, FIRST), Some(bytes.clone()));
+        pool.0.set_capacity(0, &pool.1);
+        offer(&pool, 31, FIRST, &bytes);
+        assert_eq!((pool.0.held_pages(), pool.1.used()), (0, 0));
+        assert!(!pool.0.is_on());
+    }
+
+    #[test]
+    fn no_memory_is_taken_that_others_need() {
+        let pool = pool(3);
+        let bytes = page_of(100, 1);
+        pool.1.force(99);
+        offer(&pool, 1, FIRST, &bytes);
+        pool.1.release(50);
+        pool.1.start_waiting();
+        offer(&pool, 2, FIRST, &bytes);
+        assert_eq!((pool.0.held_pages(), pool.1.used()), (0, 49));
+        pool.1.end_waiting();
+        offer(&pool, 3, FIRST, &bytes);
+        assert_eq!((pool.0.held_pages(), pool.1.used()), (1, 51));
+    }
+
+    #[test]
+    fn the_oldest_go_first_and_what_left_again_is_young() {
+        let pool = pool(2);
+        let bytes = page_of(1700, 1);
+        for page in 0..4 {
+            offer(&pool, page, FIRST, &bytes);
+        }
+        offer(&pool, 0, FIRST, &bytes);
+        offer(&pool, 4, FIRST, &bytes);
+        let there = [0, 1, 2, 3, 4].map(|page| found(&pool, page, FIRST).is_some());
+        assert_eq!(there, [true, false, true, true, true]);
+    }
+
+    #[test]
+    fn the_index_is_bounded_where_pages_become_very_small() {
+        let pool = pool(2);
+        let bytes = page_of(10, 1);
+        for page in 0..20 {
+            offer(&pool, page, FIRST, &bytes);
+        }
+        assert_eq!(pool.0.held_pages(), 2 * HELD_PER_PAGE as u64);
+        assert!(pool.0.contents().arrivals.len() <= 3 * 20);
+    }
+
+    #[test]
+    fn what_is_taken_and_put_back_for_ever_leaves_nothing_behind() {
+        let pool = pool(2);
+        let bytes = page_of(500, 1);
+        for _ in 0..1000 {
+            offer(&pool, 1, FIRST, &bytes);
+            offer(&pool, 1, FIRST, &bytes);
+            assert_eq!(found(&pool, 1, FIRST), Some(bytes.clone()));
+        }
+        assert!(pool.0.contents().arrivals.len() < 100);
+    }
+
+    #[test]
+    fn an_earlier_content_is_not_found_and_is_forgotten() {
+        let pool = pool(2);
+        offer(&pool, 1, FIRST, &page_of(10, 1));
+        assert_eq!(found(&pool, 1, FIRST.next()), None);
+        assert_eq!(pool.0.held_pages(), 0);
+        for (generation, seed) in [(FIRST, 1), (FIRST.next(), 2)] {
+            offer(&pool, 1, generation, &page_of(10, seed));
+        }
+        assert_eq!(pool.0.held_pages(), 1);
+        assert_eq!(found(&pool, 1, FIRST.next()), Some(page_of(10, 2)));
+    }
+
+    proptest! {
+        /// Whatever is found is what was last offered of that page, and memory is never taken beyond
+        /// what is allowed.
+        #[test]
+        fn it_is_never_wrong_and_never_too_large(
+            steps in prop::collection::vec((0..12u32, 0..2000usize, 0..10u32), 1..200)
+        ) {
+            let pool = pool(4);
+            let mut allowed = 8;
+            let mut last: HashMap<u32, (Generation, Vec<u8>)> = HashMap::new();
+            for (number, (page, random_bytes, what)) in steps.into_iter().enumerate() {
+                match what {
+                    0 => {
+                        allowed = 2 * u64::from(page % 5);
+                        pool.0.set_capacity(allowed, &pool.1);
+                    }
+                    1..6 => {
+                        let generation = Generation(number as u64);
+                        let bytes = page_of(random_bytes, number as u64);
+                        offer(&pool, page, generation, &bytes);
+                        last.insert(page, (generation, bytes));
+                    }
+                    6..8 => {
+                        if let Some((generation, bytes)) = last.get(&page) {
+                            offer(&pool, page, *generation, bytes);
+                        }
+                    }
+                    _ => {
+                        if let Some((generation, bytes)) = last.get(&page)
+                            && let Some(found) = found(&pool, page, *generation)
+                        {
+                            prop_assert_eq!(&found, bytes);
+                        }
+                    }
+                }
+                prop_assert_eq!(pool.0.taken_pages(), pool.1.used());
+                prop_assert!(pool.1.used() <= allowed);
+                prop_assert!(pool.0.held_pages() <= 4 * 4);
+            }
+        }
+    }
+}
