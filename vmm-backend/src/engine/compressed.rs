@@ -300,23 +300,32 @@ impl Contents {
 
     /// Whether the page is here; it counts as having come now.
     fn has(&mut self, page: PageIndex, generation: Generation) -> bool {
-        let held = self.index.get_mut(&page);
-        let Some(held) = held.filter(|held| held.generation == generation) else {
+        let is_here = |held: &Held| held.generation == generation;
+        if !self.index.get(&page).is_some_and(is_here) {
             return false;
-        };
-        self.arrived += 1;
-        held.arrival = self.arrived;
-        self.arrivals.push_back((page, self.arrived));
+        }
+        let arrival = self.note_arrival(page);
+        if let Some(held) = self.index.get_mut(&page) {
+            held.arrival = arrival;
+        }
         true
+    }
+
+    fn note_arrival(&mut self, page: PageIndex) -> u64 {
+        if self.arrivals.len() > 2 * self.index.len() + 64 {
+            self.forget_arrivals();
+        }
+        self.arrived += 1;
+        self.arrivals.push_back((page, self.arrived));
+        self.arrived
     }
 
     /// There is room for it.
     fn push(&mut self, page: PageIndex, generation: Generation, packed: &[u8]) {
         self.remove(page);
-        self.arrived += 1;
         let mut held = Held {
             generation,
-            arrival: self.arrived,
+            arrival: self.note_arrival(page),
             bytes: packed.len() as u16,
             blocks: [0; MOST_BLOCKS],
         };
@@ -325,15 +334,11 @@ impl Contents {
                 return;
             };
             held.blocks[place] = block;
-            let (chunk, at) = self.place(block);
-            // It cannot fail within a chunk; what was not written would be found out when it is taken.
-            let _ = chunk.as_volatile_slice().write_slice(part, at);
+            let place = self.place(block);
+            // Within a chunk it cannot fail; what was not written would be found out when it is taken.
+            let _ = place.map(|(chunk, at)| chunk.as_volatile_slice().write_slice(part, at));
         }
         self.index.insert(page, held);
-        self.arrivals.push_back((page, held.arrival));
-        if self.arrivals.len() > 2 * self.index.len() + 64 {
-            self.forget_arrivals();
-        }
     }
 
     fn take(&mut self, page: PageIndex, generation: Generation, packed: &mut Vec<u8>) -> bool {
@@ -344,16 +349,18 @@ impl Contents {
         let parts = packed.chunks_mut(BLOCK_BYTES).zip(held.blocks());
         held.generation == generation
             && parts.into_iter().all(|(part, block)| {
-                let (chunk, at) = self.place(*block);
-                chunk.as_volatile_slice().read_slice(part, at).is_ok()
+                let place = self.place(*block);
+                place.is_some_and(|(chunk, at)| {
+                    chunk.as_volatile_slice().read_slice(part, at).is_ok()
+                })
             })
     }
 
     /// The chunk that a block is in, and where.
-    fn place(&self, block: u32) -> (&MmapRegion, usize) {
-        let each = blocks_of(&self.chunks[0]);
-        let chunk = &self.chunks[block as usize / each];
-        (chunk, block as usize % each * BLOCK_BYTES)
+    fn place(&self, block: u32) -> Option<(&MmapRegion, usize)> {
+        let each = blocks_of(self.chunks.first()?);
+        let chunk = self.chunks.get(block as usize / each)?;
+        Some((chunk, block as usize % each * BLOCK_BYTES))
     }
 
     /// Frees what a page has here; its bytes stay until the blocks are another's.
@@ -541,8 +548,12 @@ mod tests {
         let bytes = page_of(500, 1);
         for _ in 0..1000 {
             offer(&pool, 1, FIRST, &bytes);
-            offer(&pool, 1, FIRST, &bytes);
             assert_eq!(found(&pool, 1, FIRST), Some(bytes.clone()));
+        }
+        assert!(pool.0.contents().arrivals.len() < 100);
+        // The same of one that leaves again and again, and comes back from elsewhere.
+        for _ in 0..1000 {
+            offer(&pool, 1, FIRST, &bytes);
         }
         assert!(pool.0.contents().arrivals.len() < 100);
     }
