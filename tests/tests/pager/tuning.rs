@@ -3,10 +3,9 @@
 use std::fs;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
-use outram_wire::control::Status;
 use outram_wire::tuning::{QueueDepth, Tuning};
 use serde_json::json;
 
@@ -221,33 +220,40 @@ pub(crate) fn of_share(share: &str) -> Result<Tuning> {
     })
 }
 
-/// Reads some of what is filled at random, and demands that some of it was compressed on this host.
+/// Reads some of what is filled at random until some of it was compressed on this host, in less memory than
+/// it has itself.
 fn demand_compressed(guest: &mut Guest) -> Result<()> {
     let before = guest.status()?.counters;
-    let work = json!({"page": 0, "pages": 6000, "seconds": 1.0, "write_share": 0.0, "seed": 1});
-    let work = guest.send(0, "work", work)?;
-    demand_sound(&guest.answer(work)?)?;
-    let status = guest.settle()?;
-    let after = &status.counters;
-    ensure!(
-        after.faults_compressed > before.faults_compressed
-            && after.compressed_pages > before.compressed_pages,
-        "nothing was compressed: {after:?}"
-    );
-    let taken = status.compressed_bytes;
-    ensure!(
-        taken > 0 && taken <= status.limit_bytes * 3 / 10,
-        "{taken} bytes of a limit of {}",
-        status.limit_bytes
-    );
-    ensure!(
-        status.compressed_held_bytes > taken,
-        "{} bytes of pages in {taken}",
-        status.compressed_held_bytes
-    );
-    ensure!(status.local_bytes() <= status.limit_bytes);
-    ensure!(after.refused_reads == 0 && after.integrity_failures == 0);
-    Ok(())
+    wait_for("pages to be compressed", LONG, || {
+        let work = json!({"page": 0, "pages": 6000, "seconds": 1.0, "write_share": 0.0, "seed": 1});
+        let work = guest.send(0, "work", work)?;
+        demand_sound(&guest.answer(work)?)?;
+        let status = guest.settle()?;
+        let (after, taken) = (&status.counters, status.compressed_bytes);
+        ensure!(
+            taken <= status.limit_bytes * 3 / 10,
+            "{taken} bytes of a limit of {}",
+            status.limit_bytes
+        );
+        ensure!(status.local_bytes() <= status.limit_bytes);
+        ensure!(after.refused_reads == 0 && after.integrity_failures == 0);
+        let is_so = taken > 0
+            && status.compressed_held_bytes > taken
+            && after.compressed_pages > before.compressed_pages
+            && after.faults_compressed > before.faults_compressed;
+        Ok(is_so.then_some(()))
+    })
+    .with_context(|| format!("{:?}", guest.status()))
+}
+
+/// Anonymous memory of a process, counted exactly.
+fn anonymous_bytes(pid: u32) -> Result<u64> {
+    let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+    let line = rollup
+        .lines()
+        .find_map(|line| line.strip_prefix("Anonymous:"));
+    let kib = line.and_then(|line| line.split_whitespace().next());
+    Ok(kib.context("no anonymous memory")?.parse::<u64>()? << 10)
 }
 
 fn compressed(lab: &Lab) -> Result<()> {
@@ -267,15 +273,16 @@ fn compressed(lab: &Lab) -> Result<()> {
     ensure!(status.compressed_share == "0.3".parse().ok());
     ensure!(status.compressed_held_bytes == 0, "they died with it");
     demand_compressed(&mut guest)?;
-    let anon = |status: &Status| status.kernel_anon_bytes;
-    let (before, taken) = (guest.status()?, guest.status()?.compressed_bytes);
+    let taken = guest.status()?.compressed_bytes;
+    let before = anonymous_bytes(guest.backend_pid())?;
     guest.set_tuning(of_share("0")?)?;
-    let after = guest.status()?;
-    ensure!(after.compressed_bytes == 0 && after.compressed_held_bytes == 0);
-    let given_back = anon(&before).saturating_sub(anon(&after));
+    let status = guest.status()?;
+    ensure!(status.compressed_bytes == 0 && status.compressed_held_bytes == 0);
+    let after = anonymous_bytes(guest.backend_pid())?;
+    // A part of what is counted is the index's, which the allocator may keep.
     ensure!(
-        given_back >= taken * 8 / 10,
-        "{given_back} of {taken} bytes were given back to the host"
+        before.saturating_sub(after) >= taken / 2,
+        "{before} bytes before, {after} after {taken} were to be given back to the host"
     );
     guest.verify(0, FILLED)?;
     guest.end(&[&server])

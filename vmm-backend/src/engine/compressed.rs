@@ -9,7 +9,8 @@
 //! Memory is taken in chunks, each counted against the limit like that many pages and only where there is
 //! room to spare, so that a guest whose pages do not compress keeps its limit for itself. A page lies in
 //! blocks, anywhere: none is left over but the rest of its last. Where there are not enough, the pages that
-//! have been here longest go.
+//! have been here longest go; where far more are free than the next pages need, as their pages were taken,
+//! what lies in the last chunk moves to them, and the chunk is the guest's again.
 //!
 //! Where few of the last pages became small enough, not all of the following are tried.
 
@@ -21,7 +22,7 @@ use lz4_flex::block::{
     CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
 };
 use outram_wire::units::PAGE_SIZE;
-use vm_memory::{Bytes, MmapRegion, VolatileMemory};
+use vm_memory::{MmapRegion, VolatileMemory, VolatileSlice};
 
 use super::budget::Budget;
 use super::{Generation, PageIndex};
@@ -40,6 +41,9 @@ const CHUNK_PAGES: u32 = 16;
 
 /// Compressed pages for each page of memory, at most: what bounds the index.
 const HELD_PER_PAGE: usize = 4;
+
+/// Chunks' worth of free blocks that are one chunk too many: so many that it is not asked for again at once.
+const IDLE_CHUNKS: usize = 2;
 
 /// Pages of memory that have an index of one page: 128 bytes for each compressed one, as a hash map holds
 /// up to twice as many as are used.
@@ -101,6 +105,8 @@ struct Contents {
     chunks: Vec<MmapRegion>,
     /// Blocks that hold nothing.
     free: Vec<u32>,
+    /// Whose each block is, or was.
+    owners: Vec<PageIndex>,
     index: HashMap<PageIndex, Held>,
     /// Who came when, oldest first; some are here no longer.
     arrivals: VecDeque<(PageIndex, u64)>,
@@ -189,7 +195,11 @@ impl CompressedPool {
         press: &mut Option<Press>,
         budget: &Budget,
     ) {
-        if !self.is_on() || self.contents().has(page, generation) || !self.is_tried() {
+        if !self.is_on() {
+            return;
+        }
+        self.give_back_idle(budget);
+        if self.contents().has(page, generation) || !self.is_tried() {
             return;
         }
         let packed = press.get_or_insert_default().pack(bytes);
@@ -228,6 +238,17 @@ impl CompressedPool {
         self.is_on()
             && self.contents().take(page, generation, packed)
             && decompress_into(packed, bytes).is_ok_and(|length| length == bytes.len())
+    }
+
+    /// Gives a chunk back that is not needed.
+    fn give_back_idle(&self, budget: &Budget) {
+        let most_held = self.chunk_pages as usize * HELD_PER_PAGE;
+        let chunk = self.contents().take_idle(most_held);
+        if chunk.is_some() {
+            // The host's first, as others may take it then.
+            drop(chunk);
+            budget.release(self.chunk_cost());
+        }
     }
 
     /// Sees that there is room for a page of so many bytes.
@@ -276,7 +297,43 @@ impl Contents {
                 .rev()
                 .map(|block| block as u32),
         );
+        self.owners.resize(first + blocks_of(&chunk), PageIndex(0));
         self.chunks.push(chunk);
+    }
+
+    /// Takes the last chunk out, and has what lies in it lie elsewhere, where there are more by `IDLE_CHUNKS`
+    /// than are in use. A chunk holds `most_held` pages at most.
+    fn take_idle(&mut self, most_held: usize) -> Option<MmapRegion> {
+        let each = blocks_of(self.chunks.last()?);
+        let needed = self.index.len().div_ceil(most_held) + IDLE_CHUNKS;
+        if self.free.len() < IDLE_CHUNKS * each || self.chunks.len() < needed {
+            return None;
+        }
+        let end = (self.chunks.len() - 1) * each;
+        // There is one for each in use: even without the last chunk's, a chunk's worth is left.
+        self.free.retain(|block| (*block as usize) < end);
+        for block in end..self.owners.len() {
+            self.move_block(block as u32);
+        }
+        self.owners.truncate(end);
+        self.chunks.pop()
+    }
+
+    /// Moves what is in a block, if there is something, to a free one.
+    fn move_block(&mut self, from: u32) {
+        let owner = self.owners[from as usize];
+        let held = self.index.get(&owner);
+        let place = held.and_then(|held| held.blocks().iter().position(|block| *block == from));
+        let Some(place) = place else { return };
+        let Some(to) = self.free.pop() else { return };
+        let mut bytes = [0; BLOCK_BYTES];
+        // Within a chunk they cannot fail; what was not moved would be found out when it is taken.
+        let _ = self.at(from).map(|at| at.copy_to(&mut bytes));
+        let _ = self.at(to).map(|at| at.copy_from(&bytes));
+        self.owners[to as usize] = owner;
+        if let Some(held) = self.index.get_mut(&owner) {
+            held.blocks[place] = to;
+        }
     }
 
     /// Gives all chunks back but so many, with what lies in them. How many.
@@ -294,6 +351,7 @@ impl Contents {
             stays
         });
         free.retain(|block| *block < end);
+        self.owners.truncate(end as usize);
         self.forget_arrivals();
         self.chunks.drain(most..).count()
     }
@@ -334,9 +392,9 @@ impl Contents {
                 return;
             };
             held.blocks[place] = block;
-            let place = self.place(block);
+            self.owners[block as usize] = page;
             // Within a chunk it cannot fail; what was not written would be found out when it is taken.
-            let _ = place.map(|(chunk, at)| chunk.as_volatile_slice().write_slice(part, at));
+            let _ = self.at(block).map(|at| at.copy_from(part));
         }
         self.index.insert(page, held);
     }
@@ -349,18 +407,17 @@ impl Contents {
         let parts = packed.chunks_mut(BLOCK_BYTES).zip(held.blocks());
         held.generation == generation
             && parts.into_iter().all(|(part, block)| {
-                let place = self.place(*block);
-                place.is_some_and(|(chunk, at)| {
-                    chunk.as_volatile_slice().read_slice(part, at).is_ok()
-                })
+                self.at(*block)
+                    .is_some_and(|at| at.copy_to(part) == part.len())
             })
     }
 
-    /// The chunk that a block is in, and where.
-    fn place(&self, block: u32) -> Option<(&MmapRegion, usize)> {
+    /// A block's memory.
+    fn at(&self, block: u32) -> Option<VolatileSlice<'_>> {
         let each = blocks_of(self.chunks.first()?);
         let chunk = self.chunks.get(block as usize / each)?;
-        Some((chunk, block as usize % each * BLOCK_BYTES))
+        let offset = block as usize % each * BLOCK_BYTES;
+        chunk.get_slice(offset, BLOCK_BYTES).ok()
     }
 
     /// Frees what a page has here; its bytes stay until the blocks are another's.
@@ -501,6 +558,47 @@ mod tests {
         offer(&pool, 31, FIRST, &bytes);
         assert_eq!((pool.0.held_pages(), pool.1.used()), (0, 0));
         assert!(!pool.0.is_on());
+    }
+
+    #[test]
+    fn memory_is_given_back_where_what_it_held_was_taken() {
+        let pool = pool(6);
+        // Each has a half of a chunk's blocks.
+        let page = |page: u32| page_of(1700, page.into());
+        for number in 0..12 {
+            offer(&pool, number, FIRST, &page(number));
+        }
+        assert_eq!((pool.0.held_pages(), pool.1.used()), (12, 12));
+        for number in [0, 3, 4, 7, 8] {
+            assert_eq!(found(&pool, number, FIRST), Some(page(number)));
+        }
+        let again = || offer(&pool, 1, FIRST, &page(1));
+        again();
+        again();
+        assert_eq!((pool.0.held_pages(), pool.1.used()), (7, 10));
+        for number in [2, 6, 5, 10] {
+            assert_eq!(found(&pool, number, FIRST), Some(page(number)));
+            again();
+        }
+        assert_eq!((pool.0.held_pages(), pool.1.used()), (3, 6));
+        for number in [1, 9, 11] {
+            assert_eq!(found(&pool, number, FIRST), Some(page(number)));
+        }
+        let contents = pool.0.contents();
+        assert_eq!(contents.owners.len(), contents.free.len());
+    }
+
+    #[test]
+    fn memory_is_kept_where_very_small_pages_need_its_index() {
+        let pool = pool(6);
+        for page in 0..6 * HELD_PER_PAGE as u32 {
+            offer(&pool, page, FIRST, &page_of(10, 1));
+        }
+        for _ in 0..10 {
+            offer(&pool, 1, FIRST, &page_of(10, 1));
+        }
+        let all = (6 * HELD_PER_PAGE as u64, 12);
+        assert_eq!((pool.0.held_pages(), pool.1.used()), all);
     }
 
     #[test]
