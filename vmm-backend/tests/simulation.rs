@@ -45,7 +45,8 @@ use world::{Memory, Violation};
 const fn steps_of(memory: Memory) -> u64 {
     match memory {
         Memory::Tmpfs => 1_600_000,
-        Memory::TmpfsTwoCopies | Memory::Hugetlbfs => 400_000,
+        Memory::TmpfsTwoCopies => 800_000,
+        Memory::Hugetlbfs => 400_000,
     }
 }
 

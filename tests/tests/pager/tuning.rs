@@ -20,6 +20,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("compressed_pages_come_back_from_this_host", compressed),
     ("compressed_shares_change_under_load", compressed_shares),
     ("what_is_in_use_has_room_wherever_it_lies", lopsided),
+    ("copies_are_kept_until_their_room_is_needed", copies),
 ];
 
 /// Pages of a block of 64 KiB.
@@ -334,5 +335,37 @@ fn lopsided(lab: &Lab) -> Result<()> {
     }
     let there = guest.present(HALF, IN_USE)?;
     ensure!(there == IN_USE, "{there} of {IN_USE} pages are there");
+    guest.end(&[&server])
+}
+
+/// Pages of a MiB.
+const MIB: u64 = (1 << 20) / PAGE;
+
+/// Of 1 GiB with a half local a server promises some 800 MiB. While 750 are used, every page may keep its
+/// copy there, and leaves without being written if it is only read; more than that needs the copies' room.
+fn copies(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let wish = Wish {
+        ram_mib: &[1024],
+        limit: 512 << 20,
+        servers: &[&server.address],
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, 750 * MIB)?;
+    guest.settle()?;
+    guest.verify(0, 750 * MIB)?;
+    let before = guest.status()?.counters;
+    guest.verify(0, 750 * MIB)?;
+    let after = guest.status()?.counters;
+    let evicted = after.evicted_pages - before.evicted_pages;
+    let clean = after.evicted_clean_pages - before.evicted_clean_pages;
+    ensure!(
+        clean > evicted / 4 * 3,
+        "{clean} of {evicted} pages left without being written again"
+    );
+    guest.fill(750 * MIB, 250 * MIB)?;
+    guest.settle()?;
+    guest.verify(0, 1000 * MIB)?;
     guest.end(&[&server])
 }

@@ -1,6 +1,6 @@
 //! How a guest's memory is moved, as its operator sets it while the guest runs.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use outram_wire::tuning::QueueDepth;
 use outram_wire::units::PageSize;
@@ -18,9 +18,20 @@ pub struct Pace {
     granule: AtomicU32,
     queue_depth: AtomicU32,
     runs_out: AtomicU32,
+    protects_reads: AtomicBool,
 }
 
 impl Pace {
+    /// Whether a page that is fetched to be read is write-protected. It then leaves without its tag being
+    /// made if nothing was stored to it; but the first store to it is a fault.
+    pub fn set_protects_reads(&self, protects: bool) {
+        self.protects_reads.store(protects, Ordering::Relaxed);
+    }
+
+    pub(super) fn protects_reads(&self) -> bool {
+        self.protects_reads.load(Ordering::Relaxed)
+    }
+
     /// So many pages, a power of two, are moved together: from a multiple of it on.
     pub fn set_granule(&self, pages: u32) {
         assert!(pages.is_power_of_two(), "a granule of {pages} pages");
@@ -67,12 +78,13 @@ impl Pace {
 }
 
 impl Default for Pace {
-    /// Page by page, and one thread a shard.
+    /// Page by page, one thread a shard, and what is read is protected.
     fn default() -> Self {
         let pace = Self {
             granule: AtomicU32::new(1),
             queue_depth: AtomicU32::new(QueueDepth::default().get()),
             runs_out: AtomicU32::new(0),
+            protects_reads: AtomicBool::new(true),
         };
         pace.set_workers(1, 1);
         pace

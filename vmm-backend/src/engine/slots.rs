@@ -126,6 +126,11 @@ struct Groups {
 }
 
 impl Groups {
+    fn used(&self) -> u64 {
+        let groups = self.groups.iter().flatten();
+        groups.map(|group| u64::from(group.used)).sum()
+    }
+
     fn room(&self) -> u64 {
         self.groups
             .iter()
@@ -142,6 +147,10 @@ pub struct SlotPool {
     connected: Vec<AtomicBool>,
     kept: AtomicU64,
     keep_allowance: AtomicU64,
+    /// Whether servers have promised more than is in use.
+    has_unneeded: AtomicBool,
+    /// Kept slots that other pages need.
+    wanted_back: AtomicU64,
 }
 
 impl SlotPool {
@@ -152,6 +161,8 @@ impl SlotPool {
             connected: (0..servers).map(|_| AtomicBool::new(false)).collect(),
             kept: AtomicU64::new(0),
             keep_allowance: AtomicU64::new(0),
+            has_unneeded: AtomicBool::new(false),
+            wanted_back: AtomicU64::new(0),
         }
     }
 
@@ -395,14 +406,47 @@ impl SlotPool {
         })
     }
 
-    /// Sets how many resident pages may keep their slot besides.
+    /// Sets how many resident pages may keep their slot besides, whatever else needs slots.
     pub fn set_keep_allowance(&self, pages: u64) {
         self.keep_allowance.store(pages, Ordering::Relaxed);
     }
 
+    /// Notes how many pages servers within reach have promised room for, and how many of them are to be
+    /// left to what is on its way there: what is promised beyond, and not in use, resident pages may
+    /// keep, until [`SlotPool::want_back`].
+    pub fn set_promised(&self, pages: u64, left: u64) {
+        let is_unneeded = self.lock().used() + left <= pages;
+        self.has_unneeded.store(is_unneeded, Ordering::Relaxed);
+    }
+
+    /// Asks shards for so many slots that resident pages keep; whether they were asked for none before.
+    pub fn want_back(&self, slots: u64) -> bool {
+        if slots > 0 {
+            self.has_unneeded.store(false, Ordering::Relaxed);
+        }
+        self.wanted_back.swap(slots, Ordering::AcqRel) == 0
+    }
+
+    /// Whether slots that resident pages keep are asked for.
+    pub(super) fn wants_back(&self) -> bool {
+        self.wanted_back.load(Ordering::Acquire) > 0
+    }
+
+    /// Whether one more is asked for, which the caller gives back then.
+    pub(super) fn claim_wanted_back(&self) -> bool {
+        self.wanted_back
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |wanted| {
+                wanted.checked_sub(1)
+            })
+            .is_ok()
+    }
+
     /// Whether one more resident page may keep its slot, and counts it if so.
     pub fn try_keep(&self) -> bool {
-        let allowance = self.keep_allowance.load(Ordering::Relaxed);
+        let allowance = match self.has_unneeded.load(Ordering::Relaxed) {
+            true => u64::MAX,
+            false => self.keep_allowance.load(Ordering::Relaxed),
+        };
         self.kept
             .fetch_update(Ordering::AcqRel, Ordering::Relaxed, |kept| {
                 (kept < allowance).then_some(kept + 1)

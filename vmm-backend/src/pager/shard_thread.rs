@@ -315,7 +315,9 @@ impl ShardThread {
     /// pager had one or the kernel chose, medians of remote faults stayed at 32 to 39 µs, and the pager's
     /// processor time for them rose from 5.4 to 6.9..9.7 s/GiB.
     fn wait(&mut self) -> io::Result<Ready> {
-        let again = self.shard.has_retries() || self.shard.has_more_to_bring();
+        let shard = &self.shard;
+        let again =
+            shard.has_retries() || shard.has_more_to_bring() || shard.has_slots_to_give_back();
         let retry = match again {
             true => Some(&RETRY),
             false => self.shard.waits_for_pool().then_some(&POOL_PAUSE),

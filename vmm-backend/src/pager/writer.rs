@@ -161,6 +161,7 @@ impl Writer {
                 self.handle(event);
             }
             self.submit();
+            self.note_promised();
             self.lease_ahead();
             self.release_empty();
             self.publish();
@@ -385,9 +386,12 @@ impl Writer {
     /// Asks for a slab while the room left is less than a few batches and pages wait.
     fn lease_ahead(&mut self) {
         let batch = self.batch_pages();
-        let wanting = self.claimed.len() + self.queue.len() + self.in_flight.len() * batch;
+        let waiting = self.claimed.len() + self.queue.len();
+        let wanting = waiting + self.in_flight.len() * batch;
         let enough = (wanting + self.batches_in_flight() * batch) as u64;
-        if wanting == 0 || self.shared.slots.room() >= enough {
+        let room = self.shared.slots.room();
+        if wanting == 0 || room >= enough {
+            self.shared.slots.want_back(0);
             return;
         }
         let now = Instant::now();
@@ -409,7 +413,34 @@ impl Writer {
             self.leases[server].asked = true;
             self.sessions[server].request_slab();
             crash_points::pass(Point::LeaseAsked);
+        } else if !self.leases.iter().any(|lease| lease.asked) {
+            // No server lends more for now.
+            self.want_kept_slots(waiting as u64, room);
         }
+    }
+
+    /// Has pages that are in memory give up slots, where these are what others wait for.
+    fn want_kept_slots(&self, waiting: u64, room: u64) {
+        let missing = waiting.saturating_sub(room);
+        if missing > 0 && self.shared.slots.want_back(missing) {
+            self.shards.iter().for_each(Inbox::ring);
+        }
+    }
+
+    /// Notes what servers have promised: what is not needed of it, pages in memory may keep.
+    fn note_promised(&self) {
+        let promised = |(server, session): (ServerIndex, &Session)| {
+            let status = session.status();
+            let is_near = self.shared.slots.is_connected(server) && status.slab_bytes > 0;
+            // They are leased whole.
+            is_near.then(|| status.reserved_bytes / status.slab_bytes * status.slab_bytes)
+        };
+        let sessions = self.sessions.iter().enumerate();
+        let bytes: u64 = sessions.filter_map(promised).sum();
+        let on_its_way = self.batches_in_flight() * self.batch_pages();
+        let left = u64::from(self.shared.staging.capacity()) + on_its_way as u64;
+        let pages = bytes / self.shared.page_size.bytes();
+        self.shared.slots.set_promised(pages, left);
     }
 
     fn release_empty(&self) {

@@ -34,7 +34,7 @@ impl Simulation {
                 Memory::Hugetlbfs => (1, 0),
                 _ => (
                     1 << world.random.below(5),
-                    world.random.below(u64::from(limit) / 2),
+                    u64::from(world.random.between(limit / 8, limit / 2)),
                 ),
             };
             let shared = Arc::clone(&world.shared);
@@ -54,6 +54,9 @@ impl Simulation {
             shared.budget.set_limit(world.limit + beyond);
             shared.staging.set_capacity(staging);
             shared.slots.set_keep_allowance(kept);
+            // All that pages may have, or nothing beyond.
+            let promised = world.random.below(2) * u64::from(PAGES);
+            shared.slots.set_promised(promised, 0);
             shared.compressed.set_capacity(compressed, &shared.budget);
             shared.pace.set_granule(granule);
             let depth = world.random.between(1, 9);
@@ -61,6 +64,7 @@ impl Simulation {
             shared.pace.set_queue_depth(depth);
             let workers = world.random.between(1, 9);
             shared.pace.set_workers(workers, SHARDS as u32);
+            shared.pace.set_protects_reads(world.random.chance(500));
             for slot in shared.staging.drain_retired() {
                 world.staging[slot.0 as usize] = None;
             }

@@ -158,6 +158,12 @@ impl World {
         if !self.shared.staging.start_write(staged.staging) {
             return Started::Yes;
         }
+        // Servers always lend more here: as if they did not.
+        if self.random.chance(20) {
+            let wanted = self.random.below(10);
+            self.shared.slots.want_back(wanted);
+            self.alerted = [true; SHARDS];
+        }
         let Some(slot) = self.allocate() else {
             return Started::Abandon(shard, staged);
         };

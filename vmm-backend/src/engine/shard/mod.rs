@@ -13,6 +13,7 @@
 
 mod ahead;
 mod homing;
+mod kept;
 mod moving;
 mod parts;
 mod pins;
@@ -39,6 +40,7 @@ use super::{
 use crate::crash_points::{self, Point};
 use crate::engine::staging::Ticket;
 use homing::Homing;
+use kept::KeptSlots;
 use pins::PinRequest;
 
 /// Bytes made zero ahead of a guest that touches its memory in order, at most; none where a page is
@@ -157,6 +159,8 @@ pub struct Shard<P: Ports> {
     staged_plain: HashMap<PageIndex, Generation>,
     /// How far its pages have come home, while they are brought there.
     homing: Option<Homing>,
+    /// Those of its pages that are in memory and keep a slot.
+    kept: KeptSlots,
     next_fetch: u64,
     runs_out: Vec<(PageRun, Punching)>,
     /// What other shards see of it.
@@ -204,6 +208,7 @@ impl<P: Ports> Shard<P> {
             moving: HashMap::new(),
             staged_plain: HashMap::new(),
             homing: None,
+            kept: KeptSlots::new(range.first),
             next_fetch: 0,
             runs_out: Vec::new(),
             age,
@@ -488,6 +493,7 @@ impl<P: Ports> Shard<P> {
         }
         self.move_pages();
         self.bring_home();
+        self.give_slots_back();
         self.schedule_runs();
     }
 
@@ -496,8 +502,14 @@ impl<P: Ports> Shard<P> {
         let before = self.shared.table.load(page);
         let in_memory = |entry: &Entry| matches!(entry.state, State::Resident | State::Busy);
         let keeps = |entry: &Entry| in_memory(entry) && entry.slot.is_some();
-        if keeps(&before) && !keeps(&entry) {
-            self.shared.slots.end_keep();
+        match (keeps(&before), keeps(&entry)) {
+            (true, false) => {
+                self.kept.count -= 1;
+                self.shared.slots.end_keep();
+            }
+            // It was counted by whoever asked whether it may.
+            (false, true) => self.kept.count += 1,
+            _ => {}
         }
         self.shared.stats.moved(before.state, entry.state);
         self.shared.table.store(page, &entry);
@@ -861,7 +873,8 @@ impl<P: Ports> Shard<P> {
         let slot = entry
             .slot
             .filter(|slot| !slots.is_vacating(*slot) && slots.try_keep());
-        let protect = slot.is_some() && !pending.wants_write();
+        let is_read = !pending.wants_write() && self.shared.pace.protects_reads();
+        let protect = slot.is_some() && is_read;
         let how = self.ports.copy(page, bytes, protect);
         crash_points::pass(Point::FetchCopied);
         let next = match slot {

@@ -6,6 +6,7 @@ mod bench;
 mod eviction;
 mod faults;
 mod homing;
+mod kept;
 mod parts;
 mod pins;
 mod removal;
