@@ -3,6 +3,7 @@
 
 mod debian;
 mod guest;
+mod libraries;
 mod monitoring;
 mod selinux;
 mod units;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
         units::TESTS,
         monitoring::TESTS,
         selinux::TESTS,
+        libraries::TESTS,
         debian::TESTS,
         guest::TESTS,
     ];
