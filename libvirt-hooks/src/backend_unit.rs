@@ -88,6 +88,46 @@ impl fmt::Display for BackendUnit {
     }
 }
 
+/// How much memory a backend may lock, by its unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryLimit {
+    /// None where there is no limit.
+    pub bytes: Option<u64>,
+    /// Whether it may lift it by itself.
+    pub may_lift: bool,
+}
+
+/// The limit of every backend's unit, drop-ins included; none where systemd has no such unit.
+pub fn memory_limit() -> Option<MemoryLimit> {
+    let properties = "LoadState,LimitMEMLOCK,CapabilityBoundingSet";
+    // Of a template systemd shows an instance alone.
+    let any = UNIT_FILE.replace('@', "@any");
+    let output = systemctl(&["show", "--property", properties, &any]).ok()?;
+    memory_limit_in(&String::from_utf8_lossy(&output.stdout))
+}
+
+/// As `systemctl show` writes it.
+fn memory_limit_in(shown: &str) -> Option<MemoryLimit> {
+    let value = |key: &str| {
+        shown
+            .lines()
+            .find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+    };
+    if value("LoadState") != Some("loaded") {
+        return None;
+    }
+    let bytes = match value("LimitMEMLOCK")? {
+        "infinity" => None,
+        bytes => Some(bytes.parse().ok()?),
+    };
+    let capabilities = value("CapabilityBoundingSet").unwrap_or_default();
+    let mut capabilities = capabilities.split_whitespace();
+    Some(MemoryLimit {
+        bytes,
+        may_lift: capabilities.any(|name| name == "cap_sys_resource"),
+    })
+}
+
 fn systemctl(arguments: &[&str]) -> io::Result<Output> {
     Command::new("systemctl")
         .args(arguments)
@@ -110,4 +150,28 @@ pub fn write_arguments(file: &Path, arguments: &[OsString]) -> io::Result<()> {
         .mode(0o600)
         .open(file)?
         .write_all(&text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_units_limit_is_read_as_systemd_shows_it() {
+        let shown = |limit: &str, capabilities: &str| {
+            memory_limit_in(&format!(
+                "LimitMEMLOCK={limit}\nLoadState=loaded\nCapabilityBoundingSet={capabilities}\n"
+            ))
+        };
+        let expected = |bytes, may_lift| Some(MemoryLimit { bytes, may_lift });
+        let ours = "cap_ipc_lock cap_sys_resource cap_chown";
+        assert_eq!(shown("infinity", ours), expected(None, true));
+        assert_eq!(shown("65536", ours), expected(Some(65536), true));
+        assert_eq!(shown("65536", "cap_chown"), expected(Some(65536), false));
+        assert_eq!(shown("much", ours), None);
+        // Of a unit that is not there systemd shows its defaults.
+        let absent = "LimitMEMLOCK=8388608\nLoadState=not-found\nCapabilityBoundingSet=\n";
+        assert_eq!(memory_limit_in(absent), None);
+        assert_eq!(memory_limit_in(""), None);
+    }
 }

@@ -12,6 +12,7 @@ pub mod metrics;
 mod output;
 pub mod pki;
 mod progress;
+mod rdma_checks;
 pub mod report;
 pub mod restart;
 pub mod setup;

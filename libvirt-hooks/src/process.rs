@@ -15,6 +15,33 @@ pub fn start_ticks(pid: u32) -> Option<u64> {
     stat_fields(pid)?.get(22 - 3)?.parse().ok()
 }
 
+/// Whether a capability, by its bit in capabilities(7), is in force for a process.
+pub fn has_capability(pid: u32, bit: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let effective = status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+        .unwrap_or(0);
+    effective & (1 << bit) != 0
+}
+
+/// How many bytes a process may lock, with no number where it may lock all; nothing where that is not
+/// told.
+pub fn memory_lock_limit(pid: u32) -> Option<Option<u64>> {
+    memory_lock_limit_in(&fs::read_to_string(format!("/proc/{pid}/limits")).ok()?)
+}
+
+fn memory_lock_limit_in(limits: &str) -> Option<Option<u64>> {
+    let line = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max locked memory"))?;
+    match line.split_whitespace().next()? {
+        "unlimited" => Some(None),
+        bytes => bytes.parse().ok().map(Some),
+    }
+}
+
 /// The fields of /proc/PID/stat from the state on; the name before may contain anything.
 fn stat_fields(pid: u32) -> Option<Vec<String>> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -39,5 +66,29 @@ pub fn move_out_of_libvirts_cgroup(pid: u32) {
             // Best effort: the hierarchy may be mounted elsewhere or not be ours to change.
             let _ = fs::write(root.join("cgroup.procs"), pid.to_string());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_of_locked_memory_is_the_soft_one() {
+        let limits = |soft: &str| {
+            let head =
+                "Limit                     Soft Limit           Hard Limit           Units     ";
+            format!("{head}\nMax locked memory         {soft}    unlimited            bytes     \n")
+        };
+        assert_eq!(
+            memory_lock_limit_in(&limits("8388608")),
+            Some(Some(8 << 20))
+        );
+        assert_eq!(memory_lock_limit_in(&limits("unlimited")), Some(None));
+        assert_eq!(
+            memory_lock_limit_in("Max open files  1024 1024 files\n"),
+            None
+        );
+        assert!(memory_lock_limit(std::process::id()).is_some());
     }
 }

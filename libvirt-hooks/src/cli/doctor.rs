@@ -8,7 +8,7 @@ use anyhow::Result;
 use clap::Args;
 
 use super::completion::domain_names;
-use super::{domain_checks, host_checks};
+use super::{domain_checks, host_checks, rdma_checks};
 use crate::daemons::{Daemon, RELOAD_STAMP};
 use crate::hook::STAMP_FILE;
 use crate::host::Paths;
@@ -110,7 +110,7 @@ impl DoctorArguments {
         checks.extend(host_checks::programs(paths));
         let (settings, check) = host_checks::settings(paths);
         checks.push(check);
-        checks.push(host_checks::rdma(&settings.rdma));
+        checks.extend(rdma_checks::rdma(&settings.rdma, paths));
         checks.push(host_checks::certificates(&settings));
         match Libvirt::connect(uri) {
             Ok(libvirt) => {

@@ -14,13 +14,12 @@ use crate::apparmor::{self, AppArmor};
 use crate::daemons;
 use crate::host::{self, HostSettings, Paths, is_executable};
 use crate::observer::{Observer, ObserverError};
+use crate::process;
 use crate::shmem_thp;
 use crate::uffd_probe;
 use outram_wire::causes::with_causes;
 use outram_wire::server::{ServerAddress, ServerStats};
 use outram_wire::units::format_size;
-use outram_wire::verbs::port::{self, Port};
-use outram_wire::verbs::{Choice, Domain};
 
 /// The oldest kernel with all that the hand-over needs.
 const KERNEL_OLDEST: (u32, u32) = (6, 1);
@@ -72,41 +71,6 @@ fn landlock() -> Option<Check> {
             format!("add lsm={name},{modules} to the kernel's command line and reboot"),
         )
     })
-}
-
-/// Whether pages can go over RDMA, as far as this host alone can tell. TCP always can.
-pub(super) fn rdma(choice: &Choice) -> Check {
-    let name = "RDMA";
-    if *choice == Choice::Off {
-        return Check::pass(name, "switched off: pages go over TCP");
-    }
-    if let Err(error) = choice.check() {
-        return Check::warn(
-            name,
-            format!("{}: pages go over TCP", with_causes(&error)),
-            "correct 'rdma' in the host's settings, or bring the device up; libibverbs1 and \
-             ibverbs-providers have to be installed, and root to open /dev/infiniband",
-        );
-    }
-    let ports = port::ports();
-    // A link-local address is hardly one that a server is reached from.
-    let is_global = |port: &&Port| !port.gid.0.is_unicast_link_local() || !port.is_ethernet;
-    let words: Vec<String> = ports
-        .iter()
-        .filter(is_global)
-        .map(Port::to_string)
-        .collect();
-    if words.is_empty() {
-        return Check::pass(name, "no device whose port is up: pages go over TCP");
-    }
-    match Domain::open(&ports[0]) {
-        Ok(_) => Check::pass(name, words.join(", ")),
-        Err(error) => Check::warn(
-            name,
-            format!("{}: pages go over TCP", with_causes(&error)),
-            "install libibverbs1 and ibverbs-providers, and let root open /dev/infiniband",
-        ),
-    }
 }
 
 fn kernel_version() -> Check {
@@ -174,17 +138,11 @@ fn tracing() -> Check {
 
 fn capabilities() -> Check {
     let name = "capabilities";
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let effective = status
-        .lines()
-        .find_map(|line| line.strip_prefix("CapEff:"))
-        .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
-        .unwrap_or(0);
     let missing = |wanted: &[(&'static str, u32)]| -> Vec<&'static str> {
-        let lacks = |bit: &u32| effective & (1 << *bit) == 0;
+        let ours = std::process::id();
         wanted
             .iter()
-            .filter(|(_, bit)| lacks(bit))
+            .filter(|(_, bit)| !process::has_capability(ours, *bit))
             .map(|(name, _)| *name)
             .collect()
     };

@@ -39,8 +39,18 @@ pub(super) struct Limits {
     /// Reads that a queue pair takes, and that it makes, at once.
     pub(super) reads_taken: u8,
     pub(super) reads_made: u8,
-    /// The port's path MTU.
+    /// The port's path MTU, and the largest that it is capable of.
     pub(super) mtu: u32,
+    pub(super) mtu_most: u32,
+}
+
+/// How much a packet of a port carries, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PathMtu {
+    /// As it is.
+    pub bytes: u32,
+    /// At most, by what the device is capable of.
+    pub most_bytes: u32,
 }
 
 // SAFETY: both objects belong to this value, and libibverbs lets any thread use them.
@@ -77,6 +87,7 @@ impl Domain {
                 reads_taken: 0,
                 reads_made: 0,
                 mtu: 0,
+                mtu_most: 0,
             },
         };
         opened.limits = opened.look()?;
@@ -91,6 +102,16 @@ impl Domain {
     /// The port that it was opened for.
     pub fn port(&self) -> &Port {
         &self.0.port
+    }
+
+    /// How much a packet carries.
+    pub fn path_mtu(&self) -> PathMtu {
+        // As `enum ibv_mtu` counts: 1 is 256 bytes, 5 is 4096.
+        let bytes = |mtu: u32| 128 << mtu.min(5);
+        PathMtu {
+            bytes: bytes(self.0.limits.mtu),
+            most_bytes: bytes(self.0.limits.mtu_most),
+        }
     }
 
     /// Whether the device is still there, and its port up.
@@ -212,6 +233,7 @@ impl Opened {
             reads_taken: reads(device.max_qp_rd_atom),
             reads_made: reads(device.max_qp_init_rd_atom),
             mtu: port.active_mtu,
+            mtu_most: port.max_mtu,
         })
     }
 }

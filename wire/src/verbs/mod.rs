@@ -1,13 +1,14 @@
 //! RDMA: what a backend and a memory server share of verbs(7).
 //!
-//! [`port`] chooses a device's port by what sysfs says; [`Domain`] is a protection domain on it,
+//! A [`Choice`] leads to a device's [`Port`] by what sysfs says, [`link`] to how all ports are; [`Domain`] is a protection domain on it,
 //! [`Region`] memory registered there; a [`Responder`] lets its peer read and write what is registered,
 //! an [`Initiator`] does so with its peer's memory, through buffers of its own. What the two ends have to
 //! know of each other is an [`End`]; how it travels is not known here.
 //!
 //! Bound through `rdma-mummy-sys`, which looks for libibverbs when the program starts: so that one
 //! binary runs everywhere. (The crate `ibverbs` links to it, and its safe interface has no one-sided
-//! transfers.) All calls are in `device`, `queue_pair` and `initiator`.
+//! transfers.) All of its calls are in `device`, `queue_pair` and
+//! `initiator`.
 
 use std::fmt;
 use std::io;
@@ -17,11 +18,14 @@ use serde::{Deserialize, Serialize};
 
 mod device;
 mod initiator;
-pub mod port;
+pub mod link;
+mod network;
+mod port;
 mod queue_pair;
 
-pub use device::{Access, Buffer, Domain, Presence, Region, Remote};
+pub use device::{Access, Buffer, Domain, PathMtu, Presence, Region, Remote};
 pub use initiator::{Initiator, PostError, Stretch};
+pub use link::{Link, Network};
 pub use port::{Choice, ChoiceError, Port};
 pub use queue_pair::Responder;
 

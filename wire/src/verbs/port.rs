@@ -8,13 +8,17 @@ use std::str::FromStr;
 
 use serde::Deserialize;
 
-use super::{Domain, Gid, VerbsError};
+use super::link::{Link, links_below};
+use super::{Domain, Gid, VerbsError, network};
 
 /// Where the kernel lists RDMA devices.
-const DEVICES: &str = "/sys/class/infiniband";
+pub(super) const DEVICES: &str = "/sys/class/infiniband";
 
 /// The type of a port's address that RoCE v2 packets carry: they are UDP, and are routed.
 const ROUTED: &str = "RoCE v2";
+
+/// The type of a network device of InfiniBand; see `linux/if_arp.h`.
+const ARPHRD_INFINIBAND: &str = "32";
 
 /// A port that is wanted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -131,7 +135,34 @@ impl fmt::Display for Port {
 impl Choice {
     /// The port to be used where `local` is the address that the peer is reached from.
     pub fn port(&self, local: IpAddr) -> Result<Port, VerbsError> {
-        self.port_below(Path::new(DEVICES), local)
+        self.port_below(Path::new(DEVICES), local, network::with_address)
+    }
+
+    /// Those of a port's addresses that may be used: of a named device the one that is, else all
+    /// that a peer may be reached from.
+    pub fn among<'a>(&self, addresses: &'a [Port]) -> Vec<&'a Port> {
+        match self {
+            Self::Off => Vec::new(),
+            // A link-local address is hardly one that a server is reached from.
+            Self::Auto => addresses
+                .iter()
+                .filter(|port| !port.is_ethernet || !port.gid.0.is_unicast_link_local())
+                .collect(),
+            Self::Device {
+                name,
+                port,
+                gid_index,
+            } => {
+                let ours = |found: &&Port| {
+                    let indexed = gid_index.is_none_or(|index| index == found.gid_index);
+                    found.device == *name && found.number == *port && indexed
+                };
+                let ipv4 = |port: &&Port| port.gid.0.to_ipv4_mapped().is_some();
+                let mut ours = addresses.iter().filter(ours);
+                let first = ours.clone().find(ipv4).or(ours.next());
+                first.into_iter().collect()
+            }
+        }
     }
 
     /// Whether a device that is named is there, and can be opened. What is chosen otherwise depends on the
@@ -145,16 +176,30 @@ impl Choice {
         }
     }
 
-    fn port_below(&self, devices: &Path, local: IpAddr) -> Result<Port, VerbsError> {
+    /// `network_with` names the network device that has an address.
+    fn port_below(
+        &self,
+        devices: &Path,
+        local: IpAddr,
+        network_with: impl Fn(IpAddr) -> Option<String>,
+    ) -> Result<Port, VerbsError> {
         match self {
             Self::Off => Err(VerbsError::NoPort("it is switched off".to_owned())),
             Self::Auto => {
-                let wanted = Gid::from(local.to_canonical());
                 let ports = ports_below(devices);
-                let found = ports.into_iter().find(|port| port.gid == wanted);
+                let has = |layer, gid: Gid| {
+                    let is_that = |port: &&Port| port.is_ethernet == layer && port.gid == gid;
+                    ports.iter().find(is_that).cloned()
+                };
+                // Of Ethernet the address is the port's own. InfiniBand has a network device on it.
+                let found = has(true, Gid::from(local.to_canonical())).or_else(|| {
+                    let infiniband = network_with(local)
+                        .and_then(|network| infiniband_gid(devices, &network))?;
+                    has(false, infiniband)
+                });
                 found.ok_or_else(|| {
                     VerbsError::NoPort(format!(
-                        "none has a port that is up and has the address {local} (RoCE v2)"
+                        "none has a port that is up and has the address {local} (RoCE v2, or InfiniBand with IPoIB)"
                     ))
                 })
             }
@@ -163,14 +208,8 @@ impl Choice {
                 port,
                 gid_index,
             } => {
-                let ours = |found: &Port| {
-                    let indexed = gid_index.is_none_or(|index| index == found.gid_index);
-                    found.device == *name && found.number == *port && indexed
-                };
-                let mut ports = ports_below(devices);
-                ports.retain(ours);
-                let ipv4 = |port: &&Port| port.gid.0.to_ipv4_mapped().is_some();
-                let found = ports.iter().find(ipv4).or(ports.first());
+                let ports = ports_below(devices);
+                let found = self.among(&ports).first().copied();
                 found.cloned().ok_or_else(|| {
                     let why = why_not(&devices.join(name), name, *port, *gid_index);
                     let usable = usable(devices);
@@ -179,6 +218,22 @@ impl Choice {
             }
         }
     }
+}
+
+/// The port's address below a network device of InfiniBand (IPoIB): the kernel has made the device's own
+/// of it, after four bytes of flags and a queue pair's number.
+fn infiniband_gid(devices: &Path, network: &str) -> Option<Gid> {
+    let place = devices.parent()?.join("net").join(network);
+    if text_of(&place.join("type")) != ARPHRD_INFINIBAND {
+        return None;
+    }
+    let address = text_of(&place.join("address"));
+    let bytes: Option<Vec<u8>> = address
+        .split(':')
+        .map(|byte| u8::from_str_radix(byte, 16).ok())
+        .collect();
+    let gid: [u8; 16] = bytes?.get(4..)?.try_into().ok()?;
+    Some(Gid(gid.into()))
 }
 
 /// What a device that is asked for lacks.
@@ -210,30 +265,13 @@ fn usable(devices: &Path) -> String {
 }
 
 /// Every port that is up, with each of its addresses of a kind that is used.
-pub fn ports() -> Vec<Port> {
-    ports_below(Path::new(DEVICES))
-}
-
 fn ports_below(devices: &Path) -> Vec<Port> {
-    let mut found = Vec::new();
-    for device in names_in(devices) {
-        let ports = devices.join(&device).join("ports");
-        for number in names_in(&ports) {
-            let port = ports.join(&number);
-            if let Ok(number) = number.parse() {
-                found.extend(addresses_of(&port, &device, number));
-            }
-        }
-    }
-    found
+    let links = links_below(devices).into_iter().filter(Link::is_up);
+    links.flat_map(|link| link.addresses).collect()
 }
 
-/// The addresses of a port, if it is up; in the order of their indexes.
-fn addresses_of(port: &Path, device: &str, number: u8) -> Vec<Port> {
-    if !text_of(&port.join("state")).contains("ACTIVE") {
-        return Vec::new();
-    }
-    let is_ethernet = text_of(&port.join("link_layer")) == "Ethernet";
+/// The addresses of a port, in the order of their indexes.
+pub(super) fn addresses_of(port: &Path, device: &str, number: u8, is_ethernet: bool) -> Vec<Port> {
     let lid = text_of(&port.join("lid"));
     let lid = u16::from_str_radix(lid.trim_start_matches("0x"), 16).unwrap_or(0);
     let mut indexes: Vec<u8> = names_in(&port.join("gids"))
@@ -259,7 +297,7 @@ fn addresses_of(port: &Path, device: &str, number: u8) -> Vec<Port> {
 }
 
 /// Sorted, so that the choice is the same each time; none where there is no such directory.
-fn names_in(directory: &Path) -> Vec<String> {
+pub(super) fn names_in(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
         .filter_map(|entry| entry.file_name().into_string().ok())
@@ -268,13 +306,15 @@ fn names_in(directory: &Path) -> Vec<String> {
     names
 }
 
-fn text_of(path: &Path) -> String {
+pub(super) fn text_of(path: &Path) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.trim().to_owned()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     /// A device with one port, whose addresses are by type and text.
@@ -299,8 +339,47 @@ mod tests {
     const NONE: &str = "0000:0000:0000:0000:0000:0000:0000:0000\n";
     const UP: &str = "4: ACTIVE\n";
 
-    fn machine() -> tempfile::TempDir {
-        let devices = tempfile::tempdir().expect("a directory");
+    /// A folder as `/sys/class`, with the list of devices in it.
+    struct Machine {
+        folder: tempfile::TempDir,
+        devices: PathBuf,
+    }
+
+    impl Machine {
+        fn path(&self) -> &Path {
+            &self.devices
+        }
+
+        /// An InfiniBand device with a network device on it.
+        fn add_infiniband(&self, name: &str, gid: &str, network: &str, address: &str) {
+            device(&self.devices, name, UP, &[("IB/RoCE v1\n", gid)]);
+            let write = |path: &Path, text: &str| fs::write(path, text).expect("written");
+            let port = self.devices.join(name).join("ports/1");
+            write(&port.join("link_layer"), "InfiniBand\n");
+            write(&port.join("lid"), "0x1f\n");
+            let network = self.folder.path().join("net").join(network);
+            fs::create_dir_all(&network).expect("made");
+            write(&network.join("type"), "32\n");
+            write(&network.join("address"), &format!("{address}\n"));
+        }
+    }
+
+    /// The port for a peer that is reached from `address`. In these machines, network devices named
+    /// for the last number of it have it.
+    fn choose_below(devices: &Path, choice: &Choice, address: [u8; 4]) -> Result<Port, VerbsError> {
+        let network_with = |address: IpAddr| match address {
+            IpAddr::V4(address) => Some(format!("ib{}", address.octets()[3])),
+            IpAddr::V6(_) => None,
+        };
+        choice.port_below(devices, address.into(), network_with)
+    }
+
+    fn machine() -> Machine {
+        let folder = tempfile::tempdir().expect("a directory");
+        let devices = Machine {
+            devices: folder.path().join("infiniband"),
+            folder,
+        };
         let old = ("IB/RoCE v1\n", OF_HOST);
         let new = [("RoCE v2\n", LOCAL), ("RoCE v2\n", OF_HOST), ("", NONE)];
         device(devices.path(), "down_0", "1: DOWN\n", &new);
@@ -312,14 +391,51 @@ mod tests {
     #[test]
     fn auto_takes_the_port_with_the_address() {
         let devices = machine();
-        let choose = |address: [u8; 4]| Choice::Auto.port_below(devices.path(), address.into());
+        let choose = |address: [u8; 4]| choose_below(devices.path(), &Choice::Auto, address);
         let port = choose([10, 0, 0, 2]).expect("rxe0 has it");
         assert_eq!((port.device.as_str(), port.gid_index), ("rxe0", 1));
         let error = choose([10, 0, 0, 3]).expect_err("nobody has it");
         assert!(error.to_string().contains("10.0.0.3"), "{error}");
         let nowhere = Path::new("/nonexistent");
-        let none = Choice::Auto.port_below(nowhere, [10, 0, 0, 2].into());
+        let none = choose_below(nowhere, &Choice::Auto, [10, 0, 0, 2]);
         assert!(matches!(none, Err(VerbsError::NoPort(_))));
+    }
+
+    #[test]
+    fn auto_takes_the_infiniband_port_below_the_network_device_with_the_address() {
+        let devices = machine();
+        let gid = |last: u8| format!("fe80:0000:0000:0000:e41d:2d03:0050:9b{last:02x}\n");
+        let address = |last: u8| {
+            format!("80:00:02:08:fe:80:00:00:00:00:00:00:e4:1d:2d:03:00:50:9b:{last:02x}")
+        };
+        devices.add_infiniband("mlx5_0", &gid(0xf1), "ib5", &address(0xf1));
+        devices.add_infiniband("mlx5_1", &gid(0xf2), "ib6", &address(0xf2));
+        let choose = |last| choose_below(devices.path(), &Choice::Auto, [10, 1, 0, last]);
+        let port = choose(6).expect("mlx5_1 has it");
+        assert_eq!((port.device.as_str(), port.lid), ("mlx5_1", 0x1f));
+        assert!(!port.is_ethernet);
+        assert_eq!(choose(5).expect("mlx5_0 has it").device, "mlx5_0");
+        // Of a card of Ethernet, and of a network device that is not there.
+        let network = devices.folder.path().join("net/ib6");
+        fs::write(network.join("type"), "1\n").expect("written");
+        for last in [6, 7] {
+            let error = choose(last).expect_err("nobody has it").to_string();
+            assert!(error.contains(&format!("10.1.0.{last}")), "{error}");
+        }
+        // One of which only the name is told is chosen by that.
+        let choice: Choice = "mlx5_1".parse().expect("a device");
+        let named = choose_below(devices.path(), &choice, [10, 1, 0, 6]).expect("there");
+        assert_eq!((named.device.as_str(), named.gid_index), ("mlx5_1", 0));
+    }
+
+    #[test]
+    fn a_network_device_of_infiniband_tells_its_ports_address_or_none() {
+        let devices = machine();
+        devices.add_infiniband("mlx5_0", "::\n", "ib0", "80:00");
+        devices.add_infiniband("mlx5_1", "::\n", "ib1", "nonsense");
+        for network in ["ib0", "ib1", "ib2"] {
+            assert_eq!(infiniband_gid(devices.path(), network), None, "{network}");
+        }
     }
 
     #[test]
@@ -327,7 +443,7 @@ mod tests {
         let devices = machine();
         let choose = |text: &str| {
             let choice: Choice = text.parse().expect(text);
-            choice.port_below(devices.path(), [192, 0, 2, 1].into())
+            choose_below(devices.path(), &choice, [192, 0, 2, 1])
         };
         assert_eq!(choose("rxe0").expect("there").gid_index, 1);
         assert_eq!(choose("rxe0:1:0").expect("there").gid_index, 0);
@@ -345,7 +461,7 @@ mod tests {
             assert!(is_told || text == "off", "{error}");
         }
         let choice: Choice = "rxe0".parse().expect("a device");
-        let nowhere = choice.port_below(Path::new("/nonexistent"), [192, 0, 2, 1].into());
+        let nowhere = choose_below(Path::new("/nonexistent"), &choice, [192, 0, 2, 1]);
         let error = nowhere.expect_err("there is none").to_string();
         assert!(
             error.contains("no device here has a port that is up"),
