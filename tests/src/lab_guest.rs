@@ -30,6 +30,9 @@ pub enum Boot {
 /// The address of this machine's loopback device for a guest that was booted from memory.
 pub const OUTSIDE: &str = "10.0.2.2";
 
+/// Said beside every figure of a server's processor time over RDMA, which in here is soft-RoCE.
+pub const KERNEL_DOES_IT: &str = "with soft-RoCE the server's kernel does the work that a card would: of its process alone is the CPU time near zero";
+
 impl Boot {
     /// What the kernel's command line says beside what is always the same. What the machine's own
     /// units might wait for, or do by the clock, is masked.

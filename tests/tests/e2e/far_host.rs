@@ -15,7 +15,7 @@ use outram_tests::hermetic::host::{Acceleration, PKI};
 use outram_tests::hermetic::sandbox;
 use outram_tests::hermetic::server::sample;
 use outram_tests::hermetic::suite::need;
-use outram_tests::lab_guest::{self, Boot, Cable, Kernel, LabGuest};
+use outram_tests::lab_guest::{self, Boot, Cable, KERNEL_DOES_IT, Kernel, LabGuest};
 use outram_tests::small_lab::PAGE;
 use outram_wire::control::{Phase, Status};
 
@@ -166,6 +166,7 @@ fn guests(lab: &Lab) -> Result<()> {
     for (scheme, transport) in WAYS {
         attached(lab, scheme, transport)?;
     }
+    println!("{SHOWN}{KERNEL_DOES_IT}");
     match need("nbd-client", "nbd-client").and(need("nbd-server", "nbd-server")) {
         Ok(()) => swapped(lab)?,
         Err(reason) => println!("{SHOWN}nbd swap: {reason}"),

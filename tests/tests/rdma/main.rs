@@ -4,6 +4,7 @@
 
 #[path = "../../../memserver/tests/client/mod.rs"]
 mod client;
+mod doctor;
 mod paging;
 mod removal;
 mod soft_roce;
@@ -45,7 +46,14 @@ const NO_RXE: &str = "this kernel has no rdma_rxe";
 const OUTCOME: &str = "inside:";
 
 fn main() -> ExitCode {
-    let tests = [verbs::TESTS, tenants::TESTS, paging::TESTS, removal::TESTS].concat();
+    let tests = [
+        verbs::TESTS,
+        tenants::TESTS,
+        paging::TESTS,
+        removal::TESTS,
+        doctor::TESTS,
+    ]
+    .concat();
     if let Ok(server) = std::env::var(tenants::PESTER) {
         return pester(&server);
     }

@@ -3,15 +3,15 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::server::MemServer;
+use outram_tests::lab_guest::KERNEL_DOES_IT;
 use outram_wire::control::{Phase, Status};
 use serde_json::json;
 
-use crate::soft_roce::SoftRoce;
+use crate::soft_roce::{SoftRoce, without_library};
 use outram_tests::small_lab::{Guest, Lab, PAGE, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
@@ -145,6 +145,7 @@ fn one_sided(lab: &Lab) -> Result<()> {
         Paged::HEAD.to_owned(),
         over_rdma.row("RDMA (rxe)")?,
         over_tcp.row("TCP")?,
+        KERNEL_DOES_IT.to_owned(),
         format!(
             "rxe's counters, but those at 0 (so are rdma_sends and rdma_recvs): {}",
             counted.join(", ")
@@ -261,31 +262,15 @@ fn addresses(lab: &Lab) -> Result<()> {
     guest.end(&[&without])
 }
 
-/// The library is found when a program starts, or it is not: what is written here goes with the lab
-/// guest.
+/// The library is found when a program starts, or it is not.
 fn no_library(lab: &Lab) -> Result<()> {
     let _device = SoftRoce::on_loopback()?;
-    let libraries = Path::new("/usr/lib/x86_64-linux-gnu");
-    let hidden = fs::read_dir(libraries)?
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.to_string_lossy().contains("/libibverbs.so"));
-    let hidden: Vec<PathBuf> = hidden.collect();
-    ensure!(!hidden.is_empty(), "there is no libibverbs anyway");
-    let away = |path: &Path| path.with_extension("away");
-    for path in &hidden {
-        fs::rename(path, away(path))?;
-    }
-    let outcome = (|| {
+    without_library(|| {
         let server = lab.server()?;
         let mut guest = guest(lab, &server.address)?;
         demand_transport(&guest, "TCP")?;
         guest.fill(0, FILLED)?;
         guest.verify(0, 500)?;
         guest.end(&[&server])
-    })();
-    for path in &hidden {
-        fs::rename(away(path), path)?;
-    }
-    outcome
+    })
 }
