@@ -260,6 +260,14 @@ impl Guest {
         }
     }
 
+    /// Its backend's metrics, as text.
+    pub fn metrics(&self) -> Result<String> {
+        match self.control(Request::Metrics)? {
+            Reply::Metrics(text) => Ok(text),
+            other => bail!("the backend answered a request for metrics with {other:?}"),
+        }
+    }
+
     /// What its backend says of it, if there is one that answers.
     pub fn status_if_any(&self) -> Option<Status> {
         self.status().ok()

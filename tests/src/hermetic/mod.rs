@@ -6,6 +6,7 @@
 //! * [`host`] is the private machine: mounts, `virtlogd`, `libvirtd`, certificates, `outram setup`;
 //! * [`neighbour`] is a second such machine, a [`place`] one of the two;
 //! * [`guest`] is a domain on it, driven through its serial [`console`];
+//! * [`latencies`] are those of a backend's faults between two moments;
 //! * [`server`] is a memory server process, [`proxy`] a line to it that can be cut;
 //! * [`suite`] runs tests in one;
 //! * [`sampler`] watches what a guest costs its host, [`hard_limit`] makes the kernel enforce it;
@@ -17,6 +18,7 @@ pub mod guest;
 pub mod hard_limit;
 pub mod host;
 pub mod huge_pages;
+pub mod latencies;
 pub mod neighbour;
 pub mod place;
 pub mod proxy;
