@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -79,6 +79,64 @@ impl LabGuest {
     }
 }
 
+/// Why there is no verdict on what was to run in a lab guest: it failed by itself. The emulation of SVM does
+/// so now and then.
+#[derive(Debug, thiserror::Error)]
+pub enum Fault {
+    /// Its script was not reached.
+    #[error("the lab guest had not booted after {0:?}")]
+    NotBooted(Duration),
+    /// QEMU, as it ended.
+    #[error("the lab guest's QEMU ended with {0}")]
+    Emulator(ExitStatus),
+    /// Its kernel, which said so.
+    #[error("the lab guest's kernel failed: {0}")]
+    Kernel(String),
+}
+
+/// Runs a test in lab guests, and once more where one failed by itself before there was a verdict: never
+/// where the test has failed, or did not end and no kernel said why. Nobody is to overlook it: the line
+/// begins with [`ONCE_MORE`].
+pub fn once_more(test: &str, run: impl Fn() -> Result<()>) -> Result<()> {
+    let outcome = run();
+    let Err(error) = &outcome else {
+        return outcome;
+    };
+    let Some(fault) = no_verdict(error) else {
+        return outcome;
+    };
+    // The name of the test that runs stands in a line that is not ended.
+    eprintln!("\n{ONCE_MORE}{test}: {fault}\n{error:#}");
+    run().with_context(|| format!("once more, for {fault}"))
+}
+
+/// Begins what is said of a test that is run once more.
+pub const ONCE_MORE: &str = "ONCE MORE: ";
+
+fn no_verdict(error: &anyhow::Error) -> Option<&Fault> {
+    // The guest may have failed after the test did.
+    let has_failed = format!("{error:#}").contains(FAILED);
+    error.downcast_ref().filter(|_| !has_failed)
+}
+
+/// How a test program sums up where tests failed.
+const FAILED: &str = "test result: FAILED";
+
+/// Says why the guest's own kernel failed, if it did. Lines of its console begin with the time; those of
+/// other kernels, which a script may show, do not: they are indented.
+fn kernel_failure(said: &str) -> Option<&str> {
+    const WORDS: [&str; 5] = [
+        "Kernel panic",
+        "Oops",
+        "BUG: ",
+        "soft lockup",
+        "general protection fault",
+    ];
+    said.lines()
+        .filter(|line| line.starts_with('['))
+        .find(|line| WORDS.iter().any(|words| line.contains(words)))
+}
+
 /// Ends QEMU with its owner's scope.
 struct Running(std::process::Child);
 
@@ -109,18 +167,30 @@ impl LabGuest {
         let console = share.join("console");
         let line = format!("file,id=line,path={}", console.display());
         let mut guest = Running(self.start(images, share, &line, Stdio::null(), cable)?);
-        let ended = wait_for("the lab guest to end", limit, || {
+        let start = Instant::now();
+        let outcome = wait_for("the lab guest to end", limit, || {
+            let is_late = self.boot == Boot::Plain && start.elapsed() > BOOT_LIMIT;
+            if is_late && !share.join(BEGAN).exists() {
+                bail!(Fault::NotBooted(BOOT_LIMIT));
+            }
             guest.0.try_wait().context("waiting for QEMU")
+        })
+        .and_then(|ended| match ended.success() {
+            true => status(share),
+            false => bail!(Fault::Emulator(ended)),
         });
         let said = String::from_utf8_lossy(&fs::read(&console).unwrap_or_default()).into_owned();
-        let ended = ended.with_context(|| format!("it said so far: {said}"))?;
-        ensure!(
-            ended.success(),
-            "QEMU ended with {ended}; the guest said: {said}"
-        );
-        match status(share).with_context(|| format!("it said: {said}"))? {
-            0 => Ok(said),
-            status => bail!("the script ended with status {status}: {said}"),
+        match outcome {
+            Ok(0) => Ok(said),
+            Ok(status) => bail!("the script ended with status {status}: {said}"),
+            Err(error) => {
+                let failure = kernel_failure(&said).map(|line| Fault::Kernel(line.to_owned()));
+                let error = error.context(format!("it said so far: {said}"));
+                Err(match failure {
+                    Some(failure) => error.context(failure),
+                    None => error,
+                })
+            }
         }
     }
 
@@ -168,7 +238,7 @@ impl LabGuest {
             (Boot::Systemd | Boot::Plain, None) => Vec::new(),
         };
         let words = format!(
-            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off {}{isolated}",
+            "console=ttyS0 quiet loglevel=3 panic=-1 oops=panic mitigations=off {}{isolated}",
             self.boot.words()
         );
         let folder = |id: &str, path: &str, more: &str| {
@@ -278,15 +348,24 @@ pub fn pack(images: &Path, share: &Path, programs: &[PathBuf], folder: &Path) ->
     .map(drop)
 }
 
-/// The exit status of an earlier script is not that of the next.
+/// There once a script is reached, where systemd is not waited for.
+const BEGAN: &str = "began";
+
+/// Longest until then: a few seconds alone.
+const BOOT_LIMIT: Duration = Duration::from_secs(300);
+
+/// What is known of an earlier script is not so of the next.
 fn forget_status(share: &Path) -> Result<()> {
-    let status = share.join("status");
-    match fs::remove_file(&status) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("removing {}", status.display()))
+    for name in ["status", BEGAN] {
+        let file = share.join(name);
+        match fs::remove_file(&file) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("removing {}", file.display()));
+            }
+            _ => {}
         }
-        _ => Ok(()),
     }
+    Ok(())
 }
 
 fn status(share: &Path) -> Result<u8> {
@@ -321,4 +400,50 @@ pub fn build(top: &Path, kernel: Kernel) -> Result<PathBuf> {
     ensure!(finished.success(), "{script}: {}", finished.said());
     let folder = finished.stdout.lines().last().context("no folder named")?;
     Ok(folder.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use anyhow::anyhow;
+
+    use super::*;
+
+    /// How often a test is run whose first run ends like this, and each other well.
+    fn runs(first: fn() -> Result<()>) -> u32 {
+        let runs = Cell::new(0);
+        let outcome = once_more("test", || {
+            runs.set(runs.get() + 1);
+            if runs.get() == 1 { first() } else { Ok(()) }
+        });
+        assert_eq!(outcome.is_err(), runs.get() == 1 && first().is_err());
+        runs.get()
+    }
+
+    fn fault() -> Fault {
+        Fault::NotBooted(BOOT_LIMIT)
+    }
+
+    #[test]
+    fn only_what_has_no_verdict_is_run_once_more() {
+        assert_eq!(runs(|| Ok(())), 1);
+        assert_eq!(runs(|| bail!("memory came back wrong")), 1);
+        assert_eq!(runs(|| bail!(fault())), 2);
+        assert_eq!(runs(|| Err(anyhow!("ended").context(fault()))), 2);
+        assert_eq!(runs(|| Err(anyhow!(FAILED).context(fault()))), 1);
+    }
+
+    #[test]
+    fn only_the_guests_own_kernel_is_heard() {
+        let own = "[   12.345678] Kernel panic - not syncing: Fatal exception";
+        let heard = format!("  test a ... ok\r\n{own}\r\n");
+        assert_eq!(kernel_failure(&heard), Some(own));
+        let another = "  [   12.345678] watchdog: BUG: soft lockup - CPU#1 stuck for 22s!";
+        assert_eq!(kernel_failure(another), None);
+        assert_eq!(
+            kernel_failure("[    1.000000] random: crng init done"),
+            None
+        );
+    }
 }
