@@ -6,4 +6,4 @@ pub mod lab_guest;
 pub mod small_lab;
 pub mod small_vmm;
 
-mod split_mix;
+pub mod split_mix;

@@ -22,12 +22,15 @@
 //! | `bare-write MIB VERSION`, `bare-verify MIB VERSION`, `bare-clear discard` | `BARE …` |
 //! | `mmio-pages N`, `mmio-pass` | `MMIO pages=…`, `MMIO pages=… wrong=…`: pages to and from where no memory is |
 //! | `reader MIB`, `reader-end` | `READER pages=N`, `READER signal=N`: another process reads its memory; what ended it |
+//! | `net-listen ADDRESS PORT`, `net-check` | `NET packets=… wrong=…`: packets are kept; they are as they were sent |
 //! | `meminfo` | `MEMINFO …` |
 //! | `poweroff`, `reboot` | the guest ends or starts again |
 
 mod arena;
+mod busybox;
 mod disk;
 mod mmio;
+mod network;
 mod pattern;
 mod reader;
 mod volume;
@@ -40,6 +43,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use arena::{Region, Tally};
+use network::Packets;
 use pattern::PAGE_BYTES;
 use reader::Reader;
 
@@ -59,6 +63,7 @@ struct Agent {
     workers: usize,
     mmio_pages: Option<mmio::Pages>,
     reader: Option<Reader>,
+    packets: Option<Packets>,
 }
 
 fn main() {
@@ -76,6 +81,7 @@ fn main() {
         workers: thread::available_parallelism().map_or(1, usize::from),
         mmio_pages: None,
         reader: None,
+        packets: None,
     };
     println!(
         "READY ram_kib={} workers={}",
@@ -189,6 +195,10 @@ impl Agent {
             "mmio-pass" => self.pass_mmio_pages(),
             "reader" => number(first, "MiB").and_then(|mib| self.start_reader(mib)),
             "reader-end" => self.end_reader(),
+            "net-listen" => {
+                number(words.next(), "port").and_then(|port| self.listen(first.unwrap_or(""), port))
+            }
+            "net-check" => self.check_packets(),
             "meminfo" => meminfo(),
             "poweroff" | "reboot" => end(command),
             other => Err(format!("unknown command '{other}'")),
@@ -343,6 +353,18 @@ impl Agent {
         how(region, pages as usize);
         self.memory = Memory::Idle(regions);
         Ok("BROKEN".to_owned())
+    }
+
+    fn listen(&mut self, address: &str, port: u64) -> Result<String, String> {
+        let port = u16::try_from(port).map_err(|_| format!("{port} is no port"))?;
+        self.packets = Some(Packets::listen(address, port)?);
+        Ok("NET packets=0 wrong=0".to_owned())
+    }
+
+    fn check_packets(&mut self) -> Result<String, String> {
+        let packets = self.packets.take().ok_or("'net-listen' comes first")?;
+        let (packets, wrong) = packets.check()?;
+        Ok(format!("NET packets={packets} wrong={wrong}"))
     }
 
     fn start_reader(&mut self, mib: u64) -> Result<String, String> {

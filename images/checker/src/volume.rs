@@ -6,32 +6,13 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
+use crate::busybox::busybox;
 use crate::pattern::{self, PAGE_BYTES, Page};
 
 const DEVICE: &str = "/dev/vda";
 const MOUNT: &str = "/mnt";
 const PAGES_PER_MIB: u64 = (1 << 20) / PAGE_BYTES as u64;
-
-fn busybox(arguments: &[&str]) -> Result<(), String> {
-    let output = Command::new("/bin/busybox")
-        .args(arguments)
-        .output()
-        .map_err(|error| format!("busybox: {error}"))?;
-    match output.status.success() {
-        true => Ok(()),
-        false => {
-            let words = String::from_utf8_lossy(&output.stderr);
-            let words = words.trim().replace('\n', "; ");
-            Err(format!(
-                "{}: {}: {words}",
-                arguments.join(" "),
-                output.status
-            ))
-        }
-    }
-}
 
 fn words(error: io::Error) -> String {
     error.to_string()

@@ -1,7 +1,10 @@
-//! A killed QEMU whose network card the kernel serves: vhost-net's worker writes what comes in to the
-//! guest's memory by itself, and waits there for a page as any vCPU does. Before Linux 6.4 it is no
-//! thread of QEMU's: SIGKILL does not reach it, and QEMU is not gone before its faults are answered.
+//! A guest whose network card the kernel serves: vhost-net's worker writes what comes in to the guest's
+//! memory by itself, and waits there for a page as any vCPU does. What it writes to pages that are elsewhere
+//! is there when they have left and come back again; and a killed QEMU does not wait for it. Before Linux 6.4
+//! the worker is no thread of QEMU's: SIGKILL does not reach it, and QEMU is not gone before its faults are
+//! answered.
 
+use std::cell::Cell;
 use std::fs;
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -12,15 +15,17 @@ use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use outram_tests::hermetic::command::{run, wait_for};
-use outram_tests::hermetic::guest::Spec;
+use outram_tests::hermetic::console::Console;
+use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::Acceleration;
 use outram_tests::hermetic::server::MemServer;
 use outram_tests::hermetic::suite::Skipped;
 use outram_tests::lab_guest::Kernel;
+use outram_tests::split_mix::mix;
 
 use crate::Test;
 use crate::fixture::{LONG, Lab, SHORT, wait_under_limit};
-use crate::under_kvm::{again_on_the_newest_kernel, again_under_kvm};
+use crate::under_kvm::{SHOWN, again_on_the_newest_kernel, again_under_kvm};
 
 const NAME: &str = "a_killed_qemu_is_reaped_though_vhost_net_waits_for_a_page";
 
@@ -62,12 +67,21 @@ const ROUNDS: usize = 4;
 /// The card's other end.
 const TAP: &str = "outram-tap";
 
-/// Its network: the guest has no address in it, and need not have one.
+/// Its network, the guest's address in it where one is wanted, and where packets go.
 const NETWORK: &str = "192.0.2.1/24";
-const EVERYBODY: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 255), 9);
+const GUEST: &str = "192.0.2.2";
+const PORT: u16 = 9;
+const EVERYBODY: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 255), PORT);
 
 /// More than twice what a ring of received packets holds.
 const PACKETS: usize = 600;
+
+/// 64-bit words of one.
+const WORDS: u64 = 175;
+
+/// Of these at least, and of as many pages for them, it is shown that they come in and stay.
+const RECEIVED: u64 = 100;
+const FAULTED: u64 = 20;
 
 fn reaped_here(lab: &Lab) -> Result<()> {
     if !Path::new("/dev/vhost-net").exists() {
@@ -91,19 +105,19 @@ fn reaped_here(lab: &Lab) -> Result<()> {
         "QEMU was given no vhost-net: see its log"
     );
     // The pages that the card's buffers are made of are then no longer those that were zero.
-    let socket = sender()?;
+    let sender = Sender::new()?;
     for _ in 0..ROUNDS {
-        flood(&socket)?;
+        sender.flood()?;
         std::thread::sleep(Duration::from_millis(500));
     }
-    // What is used last is kept: the buffers go to the server.
+    console.ask(&format!("net-listen {GUEST} {PORT}"), "NET", LONG)?;
     lab.tune(&guest, &["--local", LEFT])?;
-    console.ask("alloc 30", "ALLOCATED", LONG)?;
-    wait_under_limit(&guest)?;
-    guest.wait_status("write-back to end", LONG, |status| status.staged_bytes == 0)?;
+    send_buffers_away(&guest, &mut console)?;
+    receive(&guest, &mut console, &sender)?;
+    send_buffers_away(&guest, &mut console)?;
     server.signal(Signal::SIGSTOP)?;
     wait_for("vhost-net to wait for a page", LONG, || {
-        flood(&socket)?;
+        sender.flood()?;
         Ok(workers()?.iter().any(waits_for_a_page).then_some(()))
     })?;
     let status = guest.status()?;
@@ -127,6 +141,37 @@ fn reaped_here(lab: &Lab) -> Result<()> {
     })
 }
 
+/// What is used last is kept: the card's buffers go to the server.
+fn send_buffers_away(guest: &Guest, console: &mut Console) -> Result<()> {
+    console.ask("alloc 30", "ALLOCATED", LONG)?;
+    wait_under_limit(guest)?;
+    guest
+        .wait_status("write-back to end", LONG, |status| status.staged_bytes == 0)
+        .map(drop)
+}
+
+/// Packets come to pages that are elsewhere, and are looked at once others have been used after them.
+fn receive(guest: &Guest, console: &mut Console, sender: &Sender) -> Result<()> {
+    let before = guest.status()?.counters;
+    sender.flood()?;
+    let came = guest.wait_status("packets to come to pages elsewhere", LONG, |status| {
+        status.counters.faults_remote >= before.faults_remote + FAULTED
+    })?;
+    console.ask("work 5", "WORKED", LONG)?;
+    let left = guest.status()?.counters.evicted_pages - came.counters.evicted_pages;
+    ensure!(left > 0, "nothing was sent away: {came:?}");
+    let report = console.ask("net-check", "NET", LONG)?;
+    let packets = report.get("packets")?;
+    ensure!(
+        packets >= RECEIVED && report.get("wrong")? == 0,
+        "what vhost-net wrote was lost or is wrong: {}",
+        report.line
+    );
+    let fetched = came.counters.faults_remote - before.faults_remote;
+    println!("{SHOWN}{packets} packets were right; {fetched} and more pages were fetched for them");
+    Ok(())
+}
+
 fn make_tap() -> Result<()> {
     run("ip", &["tuntap", "add", "dev", TAP, "mode", "tap"])?;
     // What the kernel would say on it by itself is not to wake the worker.
@@ -136,22 +181,39 @@ fn make_tap() -> Result<()> {
     run("ip", &["link", "set", TAP, "up"]).map(drop)
 }
 
-fn sender() -> Result<UdpSocket> {
-    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-    socket.set_broadcast(true)?;
-    socket.set_nonblocking(true)?;
-    Ok(socket)
+/// Sends packets to everybody. The guest's checker knows what is in them, and that their numbers rise.
+struct Sender {
+    socket: UdpSocket,
+    sent: Cell<u64>,
 }
 
-fn flood(socket: &UdpSocket) -> Result<()> {
-    for _ in 0..PACKETS {
-        match socket.send_to(&[0xa5; 1400], EVERYBODY) {
-            // Full is as good as sent.
-            Err(error) if error.kind() != ErrorKind::WouldBlock => return Err(error.into()),
-            _ => {}
-        }
+impl Sender {
+    fn new() -> Result<Self> {
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+        socket.set_broadcast(true)?;
+        socket.set_nonblocking(true)?;
+        let sent = Cell::new(0);
+        Ok(Self { socket, sent })
     }
-    Ok(())
+
+    fn flood(&self) -> Result<()> {
+        for _ in 0..PACKETS {
+            self.sent.set(self.sent.get() + 1);
+            match self.socket.send_to(&packet(self.sent.get()), EVERYBODY) {
+                // Full is as good as sent.
+                Err(error) if error.kind() != ErrorKind::WouldBlock => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Its number, and words that follow from it.
+fn packet(number: u64) -> Vec<u8> {
+    let words = (1..WORDS).map(|index| mix((number << 8) | index));
+    let words = std::iter::once(number).chain(words);
+    words.flat_map(u64::to_le_bytes).collect()
 }
 
 /// A worker of vhost-net: its entry in the machine's own `/proc`.
