@@ -3,6 +3,7 @@
 //! swap to a block device in the other machine's memory, in one table.
 
 use std::fs;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,18 +13,19 @@ use outram_tests::hermetic::console::Console;
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::hard_limit::HardLimit;
 use outram_tests::hermetic::host::{Acceleration, PKI};
+use outram_tests::hermetic::latencies::Latencies;
 use outram_tests::hermetic::sandbox;
 use outram_tests::hermetic::server::sample;
 use outram_tests::hermetic::suite::need;
-use outram_tests::lab_guest::{self, Boot, Cable, KERNEL_DOES_IT, Kernel, LabGuest};
+use outram_tests::lab_guest::{self, Boot, Cable, KERNEL_DOES_IT, Kernel, LabGuest, once_more};
 use outram_tests::small_lab::PAGE;
-use outram_wire::control::{Phase, Status};
+use outram_wire::control::Phase;
 
 use crate::Test;
 use crate::backend_dies::{end, wait_for_another};
 use crate::fixture::{LONG, Lab, SHORT, demand_no_mismatch, top, wait_under_limit};
-use crate::live::{SHARED, outram};
-use crate::under_kvm::{GUEST, SHOWN, again_in, demand_wanted};
+use crate::live::outram;
+use crate::under_kvm::{GUEST, SHOWN, again_in, long_wanted};
 
 const NAME: &str = "a_guest_of_kvm_is_paged_by_another_machine";
 
@@ -51,12 +53,15 @@ const METRICS: &str = "192.0.2.1:7742";
 /// Beside each machine's script, in its shared folder: the certificates of both.
 const SHARED_PKI: &str = "/share/pki";
 
-/// Starts the other machine, and in a first one this test again.
 fn two_machines(lab: &Lab) -> Result<()> {
-    demand_wanted()?;
     let images = lab_guest::build(top(), Kernel::Ordinary)?;
     let issue = ["pki", "issue", "server", SERVER, "--address", HOST];
     lab.host.outram_ok(&issue)?;
+    once_more(NAME, || on_one_cable(lab, &images))
+}
+
+/// Starts the other machine, and in a first one this test again.
+fn on_one_cable(lab: &Lab, images: &Path) -> Result<()> {
     // Private to the sandbox: gone with it, however that ends.
     let folder = tempfile::tempdir_in("/run")?;
     let [here, there] = ["here", "there"].map(|name| folder.path().join(name));
@@ -71,23 +76,25 @@ fn two_machines(lab: &Lab) -> Result<()> {
     )?;
     let [far_end, near_end] = Cable::within(folder.path());
     thread::scope(|scope| {
-        let other = scope.spawn(|| OTHER.run_joined(&images, &there, LIMIT, Some(&far_end)));
-        let said = wait_for("the other machine to serve", LONG, || {
+        let other = scope.spawn(|| OTHER.run_joined(images, &there, LIMIT, Some(&far_end)));
+        let serves = wait_for("the other machine to serve", LONG, || {
             ensure!(!other.is_finished(), "it has ended");
             Ok(there.join("serves").exists().then_some(()))
-        })
-        .and_then(|()| {
+        });
+        let has_begun = serves.is_ok();
+        let said = serves.and_then(|()| {
             again_in(&here, NAME, &joined("192.0.2.2"), |share| {
-                GUEST.run_joined(&images, share, LIMIT, Some(&near_end))
+                GUEST.run_joined(images, share, LIMIT, Some(&near_end))
             })
         });
         let end = fs::write(there.join("end"), "");
         let other = other.join().map_err(|_| anyhow!("its thread panicked"));
         end?;
         let other = other?.context("the other machine");
-        // What went wrong there explains what went wrong here.
         match (said, other) {
-            (Err(error), Err(other)) => Err(error.context(format!("{other:#}"))),
+            // What went wrong there explains what went wrong here, and is all of it where nothing was begun here.
+            (Err(error), Err(other)) if has_begun => Err(error.context(format!("{other:#}"))),
+            (Err(error), Err(other)) => Err(other.context(format!("{error:#}"))),
             (said, other) => other.and(said),
         }
     })
@@ -127,13 +134,58 @@ wait %1
 }
 
 /// How pages go, as an address says and as `status` says.
-const WAYS: [(&str, &str); 2] = [("rdma", "RDMA (rxe0)"), ("tcp", "TCP")];
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    scheme: &'static str,
+    transport: &'static str,
+}
+
+const RDMA: Way = Way {
+    scheme: "rdma",
+    transport: "RDMA (rxe0)",
+};
+const TCP: Way = Way {
+    scheme: "tcp",
+    transport: "TCP",
+};
+
+impl Way {
+    fn server(self) -> String {
+        format!("{}://{ADDRESS}", self.scheme)
+    }
+}
+
+/// How much is done.
+struct Form {
+    /// How the guest's pages go, one way after another, and limits by which the same work is done meanwhile, as
+    /// shares of the RAM. With the first it is attached before it starts, with each other while it runs.
+    ways: &'static [(Way, &'static [f64])],
+    /// The limits by which it is done with the kernel's swap.
+    swapped: &'static [f64],
+    /// Seconds of random reads and writes at each limit.
+    work_seconds: u64,
+    /// Whether frames get lost, beside what is done always.
+    loses_frames: bool,
+}
+
+const SHORT_FORM: Form = Form {
+    ways: &[(RDMA, &RATIOS), (TCP, &[0.2])],
+    swapped: &[0.2],
+    work_seconds: 5,
+    loses_frames: false,
+};
+
+const LONG_FORM: Form = Form {
+    ways: &[(RDMA, &RATIOS), (TCP, &RATIOS), (RDMA, &RATIOS)],
+    swapped: &RATIOS,
+    work_seconds: 10,
+    loses_frames: true,
+};
+
+const RATIOS: [f64; 2] = [0.5, 0.2];
 
 /// What the kernel swaps to: a file in the other machine's memory, over NBD.
 const SWAP_MIB: u64 = 256;
-
-/// Limits by which the same work is done, as shares of the RAM.
-const RATIOS: [f64; 2] = [0.5, 0.2];
 
 /// What is local while all is verified at the end: with less, each page would also have to send one away.
 const LAST: &str = "0.75";
@@ -143,87 +195,124 @@ const LAST: &str = "0.75";
 const RAM_MIB: u64 = 208;
 const SHARE: u64 = 52;
 
-/// Seconds of random reads and writes at each limit.
-const WORK_SECONDS: u64 = 10;
-
 /// How often it works at most before what the kernel swaps is counted.
 const SETTLING: usize = 4;
 
 /// On the first machine.
 fn guests(lab: &Lab) -> Result<()> {
+    let form = match long_wanted() {
+        true => &LONG_FORM,
+        false => &SHORT_FORM,
+    };
     run("cp", &["-rT", SHARED_PKI, PKI])?;
     println!(
-        "{SHOWN}{:<9}{:>6}{:>12}{:>13}{:>11}{:>9}{:>9}{:>20}",
+        "{SHOWN}{:<9}{:>6}{:>12}{:>13}{:>11}{:>9}{:>9}{:>9}{:>20}",
         "pages by",
         "local",
         "visited/s",
         "fetched/s",
         "written/s",
+        "mean us",
         "p50 us",
         "p99 us",
         "server ms per 1000"
     );
-    for (scheme, transport) in WAYS {
-        attached(lab, scheme, transport)?;
-    }
+    paged(lab, form)?;
     println!("{SHOWN}{KERNEL_DOES_IT}");
     match need("nbd-client", "nbd-client").and(need("nbd-server", "nbd-server")) {
-        Ok(()) => swapped(lab)?,
-        Err(reason) => println!("{SHOWN}nbd swap: {reason}"),
+        Ok(()) => swapped(lab, form),
+        Err(reason) => {
+            println!("{SHOWN}nbd swap: {reason}");
+            Ok(())
+        }
     }
-    attached_live(lab)
 }
 
-fn attached(lab: &Lab, scheme: &str, transport: &str) -> Result<()> {
-    let spec = Spec::new(scheme, RAM_MIB);
-    let server = format!("{scheme}://{ADDRESS}");
-    let guest = lab.attach(spec, &["--local-ratio", "1"], &server)?;
+/// One guest, whose pages go one way after another: attached, tuned and detached while its checker works.
+fn paged(lab: &Lab, form: &Form) -> Result<()> {
+    let (first, _) = form.ways[0];
+    let spec = Spec::new("far", RAM_MIB);
+    let guest = lab.attach(spec, &["--local-ratio", "1"], &first.server())?;
     let mut console = guest.boot()?;
-    demand_transport(&guest.status()?, transport)?;
     console.ask(&format!("alloc {SHARE}"), "ALLOCATED", LONG)?;
-    let mut visits = Visits::default();
-    for ratio in RATIOS {
-        lab.tune(&guest, &["--local-ratio", &ratio.to_string()])?;
-        wait_under_limit(&guest)?;
-        visits.work(&mut console)?;
-        let (before, server) = (guest.status()?, server_seconds()?);
-        let (visited, took) = visits.work(&mut console)?;
-        let after = guest.status()?;
-        let server = server_seconds()? - server;
-        let (fetched, written) = (
-            // Also those that nobody had waited for.
-            (after.counters.wire_received_bytes - before.counters.wire_received_bytes) / PAGE,
-            after.counters.writeback_pages - before.counters.writeback_pages,
-        );
-        ensure!(
-            fetched > 0 && written > 0,
-            "nothing went to and fro: {after:?}"
-        );
-        // Since the guest's start.
-        let latency = after.latency.get("remote").context("no latency")?;
-        let rest = format!(
-            "{:>9}{:>9}{:>20.1}",
-            latency.us_p50,
-            latency.us_p99,
-            server * 1e6 / (fetched + written) as f64
-        );
-        tell(scheme, ratio, took, [visited, fetched, written], &rest);
-    }
-    if scheme == "rdma" {
+    for (at, (way, ratios)) in form.ways.iter().enumerate() {
         console.ask("work 0", "WORKING", LONG)?;
-        lose_frames(&guest)?;
-        let before = guest.status()?;
-        end(before.backend_pid)?;
-        wait_for_another(&guest, &before)?;
+        if at > 0 {
+            attach_live(lab, &guest, *way, ratios[0])?;
+        }
+        for ratio in *ratios {
+            lab.tune(&guest, &["--local-ratio", &ratio.to_string()])?;
+            let status = wait_under_limit(&guest)?;
+            ensure!(status.stored_bytes > 0, "{status:?}");
+            demand_transport(lab, &guest, *way)?;
+            console.ask("halt", "HALTED", LONG)?;
+            measure(&guest, &mut console, (*way, *ratio), form.work_seconds)?;
+            console.ask("work 0", "WORKING", LONG)?;
+        }
+        if at == 0 && form.loses_frames {
+            lose_frames(&guest)?;
+        }
+        if at == 0 {
+            let before = guest.status()?;
+            end(before.backend_pid)?;
+            wait_for_another(&guest, &before)?;
+            demand_transport(lab, &guest, *way)?;
+        }
+        if at + 1 < form.ways.len() {
+            outram(lab, &["detach", guest.name(), "--live", "--config"])?;
+            wait_returned()?;
+        } else {
+            lab.tune(&guest, &["--local-ratio", LAST])?;
+        }
         console.ask("halt", "HALTED", LONG)?;
+        verify(&mut console)?;
     }
-    lab.tune(&guest, &["--local-ratio", LAST])?;
-    verify(&mut console)?;
-    demand_transport(&guest.status()?, transport)?;
     console.send("poweroff")?;
     guest.wait_state("shut off", LONG)?;
     guest.wait_backend_gone(SHORT)?;
     wait_returned()
+}
+
+fn attach_live(lab: &Lab, guest: &Guest, way: Way, ratio: f64) -> Result<()> {
+    let (ratio, server) = (ratio.to_string(), way.server());
+    let attach = ["attach", guest.name(), "--live", "--local-ratio", &ratio];
+    outram(lab, &[&attach[..], &["--server", &server]].concat()).map(drop)
+}
+
+/// A row of the table: what comes and goes while the guest works.
+fn measure(
+    guest: &Guest,
+    console: &mut Console,
+    (way, ratio): (Way, f64),
+    work_seconds: u64,
+) -> Result<()> {
+    let mut visits = Visits::default();
+    visits.work(console, work_seconds)?;
+    let latencies = || Latencies::read(&guest.metrics()?, "remote");
+    let (before, server) = ((guest.status()?, latencies()?), server_seconds()?);
+    let (visited, took) = visits.work(console, work_seconds)?;
+    let after = (guest.status()?, latencies()?);
+    let server = server_seconds()? - server;
+    let latencies = after.1.since(&before.1);
+    let (before, after) = (before.0.counters, after.0.counters);
+    let (fetched, written) = (
+        // Also those that nobody had waited for.
+        (after.wire_received_bytes - before.wire_received_bytes) / PAGE,
+        after.writeback_pages - before.writeback_pages,
+    );
+    ensure!(
+        fetched > 0 && written > 0 && latencies.count() > 0,
+        "nothing went to and fro: {after:?}"
+    );
+    let rest = format!(
+        "{:>9.0}{:>9.0}{:>9.0}{:>20.1}",
+        latencies.us_mean(),
+        latencies.us_quantile(0.5),
+        latencies.us_quantile(0.99),
+        server * 1e6 / (fetched + written) as f64
+    );
+    tell(way.scheme, ratio, took, [visited, fetched, written], &rest);
+    Ok(())
 }
 
 /// Frames to the other machine go to a card that nobody has, and no end is told: the guest waits, and goes
@@ -250,49 +339,23 @@ fn lose_frames(guest: &Guest) -> Result<()> {
     })
 }
 
-/// Attached while it runs, tuned, and detached while it runs.
-fn attached_live(lab: &Lab) -> Result<()> {
-    let mut spec = Spec::new("live", RAM_MIB);
-    spec.extra_elements = SHARED.to_owned();
-    let guest = Guest::define(spec)?;
-    let mut console = guest.boot()?;
-    console.ask(&format!("alloc {SHARE}"), "ALLOCATED", LONG)?;
-    console.ask("work 0", "WORKING", LONG)?;
-    let (scheme, transport) = WAYS[0];
-    let server = format!("{scheme}://{ADDRESS}");
-    outram(
-        lab,
-        &[
-            "attach",
-            "live",
-            "--live",
-            "--local-ratio",
-            "0.5",
-            "--server",
-            &server,
-        ],
-    )?;
-    demand_transport(&wait_under_limit(&guest)?, transport)?;
-    lab.tune(&guest, &["--local-ratio", "0.2"])?;
-    let status = wait_under_limit(&guest)?;
-    ensure!(status.stored_bytes > 0, "{status:?}");
-    outram(lab, &["detach", "live", "--live"])?;
-    wait_returned()?;
-    console.ask("halt", "HALTED", LONG)?;
-    verify(&mut console)?;
-    console.send("poweroff")?;
-    guest.wait_state("shut off", LONG)
-}
-
 fn verify(console: &mut Console) -> Result<()> {
     let report = console.ask("verify", "CHECKER", LONG)?;
     demand_no_mismatch(console, &report)
 }
 
-fn demand_transport(status: &Status, wanted: &str) -> Result<()> {
+/// As a program reads it, and as people do.
+fn demand_transport(lab: &Lab, guest: &Guest, way: Way) -> Result<()> {
+    let status = guest.status()?;
     let server = status.servers.first().context("no server")?;
     let found = server.transport.as_deref();
-    ensure!(found == Some(wanted), "not {wanted}: {status:?}");
+    ensure!(
+        found == Some(way.transport),
+        "not {}: {status:?}",
+        way.transport
+    );
+    let told = lab.host.outram_ok(&["status", guest.name()])?;
+    ensure!(told.contains(way.transport), "{told}");
     Ok(())
 }
 
@@ -309,7 +372,7 @@ fn wait_returned() -> Result<()> {
 }
 
 /// The same work, where the kernel swaps the guest's memory as it does any process's.
-fn swapped(lab: &Lab) -> Result<()> {
+fn swapped(lab: &Lab, form: &Form) -> Result<()> {
     let device = "/dev/nbd0";
     run("modprobe", &["nbd"])?;
     run("nbd-client", &["-swap", "-N", "swap", HOST, device])?;
@@ -324,18 +387,18 @@ fn swapped(lab: &Lab) -> Result<()> {
     // The group's limit is for QEMU's own memory as well, and for the kernel's on its behalf.
     let overhead = group.used_bytes()? - resident_ram(guest.qemu_pid()?)?;
     let mut visits = Visits::default();
-    for ratio in RATIOS {
+    for ratio in form.swapped {
         let local = ((RAM_MIB << 20) as f64 * ratio) as u64;
         group.set_limit(local + overhead)?;
         // The kernel swaps out more than it must at first.
         for _ in 0..SETTLING {
-            visits.work(&mut console)?;
+            visits.work(&mut console, form.work_seconds)?;
             if group.used_bytes()? + (4 << 20) > group.limit_bytes()? {
                 break;
             }
         }
         let before = swapped_pages()?;
-        let (visited, took) = visits.work(&mut console)?;
+        let (visited, took) = visits.work(&mut console, form.work_seconds)?;
         let after = swapped_pages()?;
         ensure!(
             after[0] > before[0],
@@ -344,7 +407,7 @@ fn swapped(lab: &Lab) -> Result<()> {
             group.limit_bytes()?
         );
         let moved = [visited, after[0] - before[0], after[1] - before[1]];
-        tell("nbd swap", ratio, took, moved, "");
+        tell("nbd swap", *ratio, took, moved, "");
     }
     group.set_limit((2 * RAM_MIB) << 20)?;
     verify(&mut console)?;
@@ -386,9 +449,9 @@ struct Visits(u64);
 
 impl Visits {
     /// Has it work; pages that it looked at meanwhile, and seconds.
-    fn work(&mut self, console: &mut Console) -> Result<(u64, f64)> {
+    fn work(&mut self, console: &mut Console, seconds: u64) -> Result<(u64, f64)> {
         let began = Instant::now();
-        let report = console.ask(&format!("work {WORK_SECONDS}"), "WORKED", LONG)?;
+        let report = console.ask(&format!("work {seconds}"), "WORKED", LONG)?;
         let took = began.elapsed().as_secs_f64();
         let before = std::mem::replace(&mut self.0, report.get("checked")?);
         Ok((self.0 - before, took))

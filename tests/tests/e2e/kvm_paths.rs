@@ -4,7 +4,6 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::command::run;
@@ -14,8 +13,9 @@ use outram_tests::hermetic::host::Acceleration;
 use outram_tests::lab_guest::Kernel;
 
 use crate::Test;
+use crate::far_disk::VERY_LONG;
 use crate::fixture::{LONG, Lab, demand_no_mismatch, power_off, wait_under_limit};
-use crate::under_kvm::{SHOWN, again_under_kvm};
+use crate::under_kvm::{LIMIT, SHOWN, again_under_kvm};
 
 const NAME: &str = "a_guest_of_kvm_comes_to_its_pages_by_every_path";
 
@@ -23,9 +23,6 @@ pub(crate) const TESTS: &[Test] = &[(NAME, |lab| match Acceleration::wanted() {
     Acceleration::Emulated => again_under_kvm(NAME, Kernel::Ordinary, LIMIT),
     Acceleration::Kvm => every_path(lab),
 })];
-
-/// How long it may take.
-const LIMIT: Duration = Duration::from_secs(900);
 
 /// The smallest that boots well: each page of it costs a millisecond or more in the lab guest.
 const RAM_MIB: u64 = 160;
@@ -62,7 +59,8 @@ fn every_path(lab: &Lab) -> Result<()> {
     }
 
     console.send("reboot")?;
-    console.expect(&["READY"], LONG)?;
+    // Most of what it boots from has to be fetched, or sent away first.
+    console.expect(&["READY"], VERY_LONG)?;
     greet(&mut console)?;
     fill_and_work(&mut console)?;
     verify(&mut console)?;

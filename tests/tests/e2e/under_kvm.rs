@@ -10,13 +10,14 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use outram_tests::hermetic::host::ACCELERATION;
 use outram_tests::hermetic::suite::Skipped;
-use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest};
+use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest, once_more};
 
 use crate::Test;
 use crate::fixture::{RAM_VARIABLE, logs, top};
 
 pub(crate) const TESTS: &[Test] = &[
     ("live_migration_under_kvm", |_| {
+        demand_wanted()?;
         again_under_kvm(
             "live_migration_there_and_back_keeps_every_page",
             Kernel::Ordinary,
@@ -45,33 +46,39 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(2400);
 /// Said where the emulated processor cannot run guests.
 const NO_SVM: &str = "this QEMU does not emulate SVM";
 
-/// Asks for these tests.
+/// Asks for the long forms of these tests.
 const WANTED: &str = "OUTRAM_TEST_UNDER_KVM";
 
 /// Begins what a test says in the lab guest that is to be seen outside of it.
 pub(crate) const SHOWN: &str = "shown: ";
 
-/// Skips a test that nobody has asked for.
+/// Whether all is to be done that takes long: here, and in the lab guest that this is asked in.
+pub(crate) fn long_wanted() -> bool {
+    std::env::var_os(WANTED).is_some_and(|value| value == "1")
+}
+
+/// Skips a test that takes long where nobody has asked for it.
 pub(crate) fn demand_wanted() -> Result<()> {
-    if std::env::var_os(WANTED).is_none_or(|value| value != "1") {
+    if !long_wanted() {
         let reason = format!("it wants minutes and both processors: ask for it with {WANTED}=1");
         bail!(Skipped(reason));
     }
     Ok(())
 }
 
-/// Runs a test of this program in the lab guest, which boots this kernel, where that is asked for.
+/// Runs a test of this program in the lab guest, which boots this kernel.
 pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Result<()> {
-    demand_wanted()?;
     let images = lab_guest::build(top(), kernel)?;
-    // Private to the sandbox: gone with it, however that ends.
-    let share = tempfile::tempdir_in("/run")?;
-    again_in(share.path(), test, "", |share| {
-        GUEST.run(&images, share, limit)
+    once_more(test, || {
+        // Private to the sandbox: gone with it, however that ends.
+        let share = tempfile::tempdir_in("/run")?;
+        again_in(share.path(), test, "", |share| {
+            GUEST.run(&images, share, limit)
+        })
     })
 }
 
-/// The same with the newest kernel that the distribution offers, where that has been fetched.
+/// The same with the newest kernel that the distribution offers, where that has been asked for and fetched.
 pub(crate) fn again_on_the_newest_kernel(test: &str, limit: Duration) -> Result<()> {
     demand_wanted()?;
     if !top().join("target/images-newest/lab-initrd").exists() {
@@ -122,7 +129,7 @@ fn script(program: &str, test: &str, before: &str) -> String {
 set -o pipefail
 {before}
 cd '{top}/tests'
-export {ACCELERATION}=kvm {RAM_VARIABLE}={RAM_MIB}
+export {ACCELERATION}=kvm {RAM_VARIABLE}={RAM_MIB} {WANTED}={long}
 rm -f ../target/e2e-times
 '{program}' --color never --exact {test} 2>&1 | sed 's/^/  /'
 status=$?
@@ -131,5 +138,6 @@ status=$?
 exit $status
 ",
         top = top().display(),
+        long = u8::from(long_wanted()),
     )
 }
