@@ -128,7 +128,9 @@ fn busy() -> Status {
     let latency = Latency {
         count: 4711,
         us_p50: 180,
+        us_p90: Some(400),
         us_p99: 900,
+        us_p999: Some(2345),
         us_max: 12_345,
     };
     Status {

@@ -225,8 +225,14 @@ pub struct Latency {
     pub count: u64,
     /// Median.
     pub us_p50: u64,
+    /// 90th percentile; earlier backends do not say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub us_p90: Option<u64>,
     /// 99th percentile.
     pub us_p99: u64,
+    /// 99.9th percentile; earlier backends do not say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub us_p999: Option<u64>,
     /// Largest.
     pub us_max: u64,
 }

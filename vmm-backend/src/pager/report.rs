@@ -197,7 +197,9 @@ impl Pager {
             let latency = self.shared.stats.latency(kind, |histogram| Latency {
                 count: histogram.len(),
                 us_p50: histogram.value_at_quantile(0.5),
+                us_p90: Some(histogram.value_at_quantile(0.9)),
                 us_p99: histogram.value_at_quantile(0.99),
+                us_p999: Some(histogram.value_at_quantile(0.999)),
                 us_max: histogram.max(),
             });
             (kind.name().to_owned(), latency)
