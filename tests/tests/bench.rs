@@ -2,15 +2,19 @@
 //! are is nothing that a test could judge.
 
 use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::{Arguments, Trial};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use outram_tests::bench::layout::{Kind, Layout};
 use outram_tests::bench::mix::play::{Place, Player, Rules, together};
 use outram_tests::bench::phase::{Run, Task};
 use outram_tests::bench::results::Results;
+use outram_tests::bench::targets::Verdict;
+use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::sandbox;
 use outram_tests::hermetic::suite::{Skipped, outcome};
 use outram_tests::small_vmm::client::SmallVmm;
@@ -76,6 +80,9 @@ fn every_row_is_there() -> Result<()> {
         "copying pages",
         "wire, batched",
         "page table",
+        "64 pages written to a server: rate",
+        "64 pages read from a server, raw socket: CPU of server",
+        "sequential-read: floor of a fault",
     ] {
         let rounds = results.rounds(name);
         ensure!(rounds.len() == 1, "{name}: {rounds:?}");
@@ -101,11 +108,19 @@ fn every_row_is_there() -> Result<()> {
                 local == 1.0 || pages > Some(1000),
                 "nothing was paged: {series:?}"
             );
+            let costs = series.runs.iter().map(|run| run.costs.len()).min();
+            ensure!(
+                memory != "outram" || local == 1.0 || costs == Some(5),
+                "not all that it cost is told: {series:?}"
+            );
         }
     }
+    every_target_is_judged(&results)?;
     for wanted in [
         "remote fault ÷ (uffd + wire), medians",
         "outram at 0.5 ÷ plain at 0.5",
+        "64 pages read from a server ÷ raw socket",
+        "outram at 0.5 ÷ (local memfd + fetches of OPT × floor of a fault)",
     ] {
         ensure!(
             results.ratios.iter().any(|ratio| ratio.name == wanted),
@@ -130,6 +145,61 @@ fn every_row_is_there() -> Result<()> {
     ensure!(
         bench(&["show", &path])?.contains("sequential-read"),
         "nothing is shown"
+    );
+    Ok(())
+}
+
+/// With a verdict for all that this run had, and none for what it left out.
+fn every_target_is_judged(results: &Results) -> Result<()> {
+    for number in 1..=8 {
+        let number = format!("P{number}");
+        let mut of_it = results
+            .targets
+            .iter()
+            .filter(|found| found.number == number);
+        let is_judged = of_it.any(|found| matches!(found.verdict, Verdict::Met | Verdict::Missed));
+        // The baselines of P2 are swap.
+        let wanted = number != "P2";
+        ensure!(is_judged == wanted, "{number}: {:?}", results.targets);
+    }
+    Ok(())
+}
+
+/// What a run had measured when Ctrl-C came is kept, and told.
+fn an_interrupted_run_leaves_what_it_measured() -> Result<()> {
+    if let Some(reason) = sandbox::obstacle_without_libvirt() {
+        return Err(Skipped(reason).into());
+    }
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("results.json");
+    let long = "run --quick --rounds 1000 --faults 200 --fault-mib 32 --tune-mib 16 --workload-mib 0 \
+                --layout free --out";
+    let run = Command::new(env!("CARGO_BIN_EXE_bench"))
+        .args(long.split_whitespace())
+        .arg(folder.path())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let round = wait_for("a round's results", Duration::from_secs(120), || {
+        Ok(path.exists().then_some(()))
+    });
+    // Whatever came of it, it is not to go on.
+    kill(Pid::from_raw(run.id() as i32), Signal::SIGINT)?;
+    let output = run.wait_with_output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(
+        output.status.code() == Some(130),
+        "{}: {said}",
+        output.status
+    );
+    let path = path.display().to_string();
+    ensure!(
+        said.contains(&format!("is in {path}")),
+        "it is not told: {said}"
+    );
+    let shown = bench(&["show", &path])?;
+    ensure!(
+        shown.contains("UNFINISHED") && shown.contains("remote fault ÷ (uffd + wire)"),
+        "{shown}"
     );
     Ok(())
 }
@@ -235,6 +305,9 @@ fn main() -> ExitCode {
     let trials = vec![
         Trial::ignorable_test("a_tiny_run_leaves_every_row", || {
             outcome(every_row_is_there())
+        }),
+        Trial::ignorable_test("an_interrupted_run_leaves_what_it_measured", || {
+            outcome(an_interrupted_run_leaves_what_it_measured())
         }),
         Trial::ignorable_test("a_mix_is_measured", || outcome(a_mix_is_measured())),
         Trial::ignorable_test("a_wrong_result_ends_a_mix", || {

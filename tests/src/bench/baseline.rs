@@ -7,6 +7,7 @@
 //! | `plain` | a memfd paged by a [plain pager](super::plain_pager), over TCP |
 //! | `zram` | anonymous memory under a memory cgroup, swapped to a compressed RAM disk of this host |
 //! | `swap-file` | the same, swapped to a file on this host |
+//! | `nbd` | the same, swapped to a network block device whose server keeps it in memory, over TCP |
 
 use std::process::Command;
 
@@ -15,7 +16,7 @@ use serde_json::Value;
 
 use super::phase::{Run, Task};
 use super::session::Session;
-use super::swap::Swap;
+use super::swap::{NbdPlace, Swap};
 use super::watched_memory::PAGE_BYTES;
 use crate::hermetic::hard_limit::HardLimit;
 use crate::small_vmm::client::SmallVmm;
@@ -26,10 +27,16 @@ const PROCESS_BYTES: u64 = 6 << 20;
 
 /// Memory that all workloads can be run on.
 pub const ALL_LOCAL: [&str; 2] = ["huge", "memfd"];
+/// The kernel's swap to compressed memory.
+pub const ZRAM: &str = "zram";
+/// ... to a file.
+pub const SWAP_FILE: &str = "swap-file";
+/// ... to a network block device.
+pub const NBD: &str = "nbd";
 /// Memory of which a part is elsewhere.
-pub const PARTLY_LOCAL: [&str; 3] = ["plain", "zram", "swap-file"];
+pub const PARTLY_LOCAL: [&str; 4] = ["plain", ZRAM, SWAP_FILE, NBD];
 /// Memory of which the kernel swaps a part out.
-pub const SWAPPED: [&str; 2] = ["zram", "swap-file"];
+pub const SWAPPED: [&str; 3] = [ZRAM, SWAP_FILE, NBD];
 
 /// Runs in a row where all memory is local: they are so short that another process may take all of the
 /// time of one.
@@ -54,7 +61,15 @@ const TRIED_BYTES: u64 = 16 << 20;
 fn swap(session: &Session, memory: &str, bytes: u64) -> Result<Swap> {
     let reserved = session.reserved_swap()?;
     match memory {
-        "zram" => Swap::zram(reserved, bytes).context("making swap on zram"),
+        ZRAM => Swap::zram(reserved, bytes).context("making swap on zram"),
+        NBD => {
+            let place = NbdPlace {
+                file: session.lab.path("nbd-swap"),
+                address: session.lab.address(),
+                cpus: &session.layout.server,
+            };
+            Swap::nbd(reserved, bytes, &place).context("making swap over NBD")
+        }
         _ => Swap::file(reserved, bytes).context("making a swap file"),
     }
 }
@@ -82,7 +97,7 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
             let runner = start(session, "paged", task, &paging)?;
             drive(session, runner, task, 1, None)
         }
-        "zram" | "swap-file" => {
+        ZRAM | SWAP_FILE | NBD => {
             let swap = swap(session, memory, bytes * 2)?;
             (1..ATTEMPTS)
                 .find_map(|_| swapped(session, &swap, task, limit).ok())

@@ -13,6 +13,9 @@ use crate::small_lab::{Control, Guest, PAGE};
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
+/// What is called so: bytes on the wire for each byte of pages that it was for.
+pub const WIRE_PER_USEFUL: &str = "wire bytes per useful byte";
+
 /// Where a guest's share of a bill is read; without the guest, which may be at work elsewhere.
 pub struct Meter {
     vmm: u32,
@@ -39,7 +42,7 @@ pub struct Bill {
     helper: Duration,
     server: Duration,
     /// Of each guest.
-    counters: Vec<Counters>,
+    pub counters: Vec<Counters>,
 }
 
 impl Bill {
@@ -77,6 +80,35 @@ impl Bill {
     pub fn rise(&self, before: &Self, of: impl Fn(&Counters) -> u64) -> u64 {
         let sum = |bill: &Self| bill.counters.iter().map(&of).sum::<u64>();
         sum(self).saturating_sub(sum(before))
+    }
+
+    /// Bytes that went over the wire since for each byte of so many pages.
+    pub fn wire_bytes_per_byte(&self, before: &Self, pages: u64) -> f64 {
+        let bytes = self.rise(before, |counters| {
+            counters.wire_received_bytes + counters.wire_sent_bytes
+        });
+        bytes as f64 / (pages * PAGE) as f64
+    }
+
+    /// What paging has cost since, by name: processor time for each GiB that came or left, how much of
+    /// that there was, and bytes on the wire for each that was fetched or written back. Nothing where
+    /// nothing was paged.
+    pub fn paging_costs(&self, before: &Self) -> BTreeMap<String, f64> {
+        let fetched = self.rise(before, |counters| {
+            counters.faults_remote + counters.fetched_ahead_pages
+        });
+        let evicted = self.rise(before, |counters| counters.evicted_pages);
+        let sent = self.rise(before, |counters| counters.writeback_pages);
+        if fetched + evicted == 0 {
+            return BTreeMap::new();
+        }
+        let costs = self.costs(before, fetched + evicted).into_iter();
+        let mut costs: BTreeMap<_, _> = costs.map(|(name, _, value)| (name, value)).collect();
+        if fetched + sent > 0 {
+            let wire = self.wire_bytes_per_byte(before, fetched + sent);
+            costs.insert(WIRE_PER_USEFUL.to_owned(), wire);
+        }
+        costs
     }
 
     /// What so many pages have cost since: names, units and values.
@@ -142,5 +174,22 @@ mod tests {
         assert_eq!(values, [2.0, 4.0, 0.0, 131_072.0]);
         let rise = rise(&before.counters[0], &after.counters[0]).expect("counters");
         assert_eq!((rise["evicted_pages"], rise["faults_zero"]), (50, 0));
+    }
+
+    #[test]
+    fn paging_is_billed_by_what_came_and_what_left() {
+        let now = Instant::now();
+        let before = bill(now, Duration::from_secs(1), 0);
+        let mut after = bill(now, Duration::from_secs(3), 1 << 16);
+        assert!(before.paging_costs(&before).is_empty(), "nothing was paged");
+        for counters in &mut after.counters {
+            counters.fetched_ahead_pages = 1 << 16;
+            counters.wire_received_bytes = 5 << 28;
+        }
+        let costs = after.paging_costs(&before);
+        // Of two guests, each 256 MiB evicted and as much fetched; the former crossed no wire.
+        assert_eq!(costs["CPU of helper"], 4.0);
+        assert_eq!(costs["rate"], f64::from(1 << 18) / 2.0);
+        assert_eq!(costs[WIRE_PER_USEFUL], 5.0);
     }
 }

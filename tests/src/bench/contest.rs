@@ -9,22 +9,77 @@ use anyhow::{Context, Result, ensure};
 use outram_wire::tuning::Tuning;
 
 use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, PARTLY_LOCAL, SWAPPED};
-use super::bill::rise;
+use super::bill::{Bill, Meter, rise};
 use super::phase::{Run, Task};
+use super::replay::{self, Replay};
 use super::results::{Missing, Series};
-use super::session::Session;
-use super::workloads::catalogue;
+use super::session::{Session, Settings};
+use super::workloads::{COMPUTE_NS, Entry, catalogue};
 use crate::small_lab::Guest;
 
 /// The memory that is ours.
 pub const OUTRAM: &str = "outram";
 
+/// Extra work for each operation that key-value stores are also run with: the 10 µs that a server of them
+/// spends on a request over TCP, which the bare hash table leaves out.
+pub const STATED_COMPUTE: u32 = 10_000 / COMPUTE_NS;
+/// The workload that is run with it unless other work is asked for.
+pub const STATED: &str = "kv-4k";
+
 /// A contest under way.
 pub struct Contest<'a> {
     session: &'a mut Session,
-    names: Vec<&'static str>,
-    /// What each workload has to come to.
-    truths: BTreeMap<&'static str, Run>,
+    entrants: Vec<Entrant>,
+    /// What each workload has to come to, by its label.
+    truths: BTreeMap<String, Run>,
+    /// Replays of each workload's trace, by its name: extra work does not change them.
+    replays: BTreeMap<String, Vec<Replay>>,
+}
+
+/// A workload with so much extra work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Entrant {
+    label: String,
+    task: Task,
+}
+
+/// What a workload with extra work is called.
+pub fn label(name: &str, compute: u32) -> String {
+    match compute {
+        0 => name.to_owned(),
+        _ => format!("{name} with {} µs", us_of(compute)),
+    }
+}
+
+/// How long extra work takes, in microseconds.
+pub fn us_of(compute: u32) -> f64 {
+    f64::from(compute) * f64::from(COMPUTE_NS) / 1000.0
+}
+
+/// The workloads of a run: each that honours extra work with all of it that is asked for.
+fn entrants(settings: &Settings) -> Vec<Entrant> {
+    let only = &settings.only;
+    let wanted = catalogue()
+        .iter()
+        .filter(|entry| only.is_empty() || only.iter().any(|name| name == entry.name));
+    let of = |entry: &'static Entry| {
+        let computes = match (&settings.compute[..], entry.honours_compute) {
+            (_, false) => vec![0],
+            ([], true) if entry.name == STATED => vec![0, STATED_COMPUTE],
+            ([], true) => vec![0],
+            (asked, true) => asked.to_vec(),
+        };
+        computes.into_iter().map(|compute| Entrant {
+            label: label(entry.name, compute),
+            task: Task {
+                name: entry.name.to_owned(),
+                bytes: (settings.workload_mib << 20) as usize,
+                seed: settings.seed,
+                compute,
+            },
+        })
+    };
+    wanted.flat_map(of).collect()
 }
 
 impl<'a> Contest<'a> {
@@ -47,42 +102,58 @@ impl<'a> Contest<'a> {
                 session.results.note_missing(&memory, &error);
             }
         }
-        let only = &session.settings.only;
-        let is_wanted = |name: &str| only.is_empty() || only.iter().any(|wanted| wanted == name);
-        let names = catalogue().iter().map(|entry| entry.name);
         Ok(Self {
-            names: names.filter(|name| is_wanted(name)).collect(),
+            entrants: entrants(&session.settings),
             session,
             truths: BTreeMap::new(),
+            replays: BTreeMap::new(),
         })
     }
 
     /// Runs all of them, round by round.
     pub fn run(mut self) -> Result<()> {
         for round in 0..self.session.settings.rounds {
-            for name in self.names.clone() {
-                self.run_one(round, name)
+            for entrant in self.entrants.clone() {
+                let name = &entrant.label;
+                let (number, of) = (round + 1, self.session.settings.rounds);
+                self.session.say(&format!("round {number} of {of}: {name}"));
+                self.run_one(round, &entrant)
                     .with_context(|| format!("workload '{name}'"))?;
+                self.session.keep()?;
             }
         }
         Ok(())
     }
 
-    fn run_one(&mut self, round: usize, name: &'static str) -> Result<()> {
-        let settings = &self.session.settings;
-        let task = Task {
-            name: name.to_owned(),
-            bytes: (settings.workload_mib << 20) as usize,
-            seed: settings.seed,
-            compute: settings.compute,
-        };
-        let local_ratios = settings.local_ratios.clone();
-        let rounds = settings.rounds;
-        self.session
-            .say(&format!("round {} of {rounds}: {name}", round + 1));
+    /// Replays the workload's trace, and measures the floor of its faults in this round.
+    fn measure_least(&mut self, round: usize, Entrant { label, task }: &Entrant) -> Result<()> {
+        let local_ratios = &self.session.settings.local_ratios;
+        if round == 0 {
+            if !self.replays.contains_key(&task.name) {
+                let replays = replay::record(task, local_ratios)?;
+                self.replays.insert(task.name.clone(), replays);
+            }
+            let replays = self.replays[&task.name].iter().map(|replay| Replay {
+                workload: label.clone(),
+                ..replay.clone()
+            });
+            self.session.results.replays.extend(replays);
+        }
+        let floor_us = self.session.fault_floor_us()?;
+        let name = replay::fault_floor(label);
+        self.session.results.note(&name, "µs", floor_us);
+        Ok(())
+    }
+
+    fn run_one(&mut self, round: usize, entrant: &Entrant) -> Result<()> {
+        let task = &entrant.task;
+        let local_ratios = self.session.settings.local_ratios.clone();
+        if local_ratios.iter().any(|&local| local < 1.0) {
+            self.measure_least(round, entrant)?;
+        }
         let mib = task.memory_mib()?;
         for memory in ALL_LOCAL {
-            self.run_baseline(memory, &task, mib << 20, 1.0, name)?;
+            self.run_baseline(memory, entrant, mib << 20, 1.0)?;
         }
         for &local in &local_ratios {
             let mut ours = vec![(OUTRAM.to_owned(), Tuning::default())];
@@ -91,13 +162,13 @@ impl<'a> Contest<'a> {
                 ours.extend(others.map(|(name, tuning)| (format!("{OUTRAM} {name}"), *tuning)));
             }
             for (memory, tuning) in ours {
-                let run = self.run_outram(&task, local, tuning);
+                let run = self.run_outram(task, local, tuning);
                 let run = run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
-                self.note(&memory, name, mib << 20, local, run)?;
+                self.note(&memory, entrant, mib << 20, local, run)?;
             }
             if local < 1.0 {
                 for memory in self.session.settings.baselines.clone() {
-                    self.run_baseline(&memory, &task, mib << 20, local, name)?;
+                    self.run_baseline(&memory, entrant, mib << 20, local)?;
                 }
             }
         }
@@ -108,18 +179,17 @@ impl<'a> Contest<'a> {
     fn run_baseline(
         &mut self,
         memory: &str,
-        task: &Task,
+        entrant: &Entrant,
         bytes: u64,
         local: f64,
-        name: &'static str,
     ) -> Result<()> {
-        let what = format!("{memory} at {local}: {name}");
+        let what = format!("{memory} at {local}: {}", entrant.label);
         let is_missing = |known: &Missing| known.what == memory || known.what == what;
         if self.session.results.missing.iter().any(is_missing) {
             return Ok(());
         }
-        match baseline::run(self.session, memory, task, bytes, local) {
-            Ok(run) => self.note(memory, name, bytes, local, run),
+        match baseline::run(self.session, memory, &entrant.task, bytes, local) {
+            Ok(run) => self.note(memory, entrant, bytes, local, run),
             Err(error) if SWAPPED.contains(&memory) => {
                 self.session.say(&format!("without {what}: {error:#}"));
                 self.session.results.note_missing(&what, &error);
@@ -142,16 +212,19 @@ impl<'a> Contest<'a> {
             Ok(answer)
         };
         let times = if local < 1.0 { 1 } else { LOCAL_TIMES };
-        let mut counters = BTreeMap::new();
-        let mut run = baseline::median(times, || {
+        let meters = [Meter::of(&guest)];
+        let bill = || Bill::now(session.server.pid(), &meters);
+        let run = baseline::median(times, || {
             work(&mut guest, "prepare")?;
-            let before = guest.status()?.counters;
+            let before = bill()?;
             let mut run = work(&mut guest, "run")?;
-            counters = rise(&before, &guest.status()?.counters)?;
+            let after = bill()?.only(&before, &run);
+            run["counters"] = serde_json::to_value(rise(&before.counters[0], &after.counters[0])?)?;
+            run["costs"] = serde_json::to_value(after.paging_costs(&before))?;
+            run["remote_faults"] = serde_json::to_value(guest.status()?.latency.get("remote"))?;
             run["digest"] = work(&mut guest, "digest")?["digest"].take();
             Ok(run)
         })?;
-        run.counters = counters;
         guest.end(&[&session.server])?;
         Ok(run)
     }
@@ -159,22 +232,55 @@ impl<'a> Contest<'a> {
     fn note(
         &mut self,
         memory: &str,
-        name: &'static str,
+        entrant: &Entrant,
         bytes: u64,
         local_ratio: f64,
         run: Run,
     ) -> Result<()> {
-        let truth = self.truths.entry(name).or_insert_with(|| run.clone());
+        let label = entrant.label.clone();
+        let truth = self.truths.entry(label).or_insert_with(|| run.clone());
         truth
             .demand_same(&run)
             .with_context(|| format!("on '{memory}' at a local ratio of {local_ratio}"))?;
         self.session.results.note_run(Series {
-            workload: name.to_owned(),
+            workload: entrant.label.clone(),
             memory: memory.to_owned(),
             local_ratio,
             bytes,
+            compute: entrant.task.compute,
             runs: vec![run],
         });
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(only: &[&str], compute: &[u32]) -> Vec<String> {
+        let settings = Settings {
+            only: only.iter().map(|&name| name.to_owned()).collect(),
+            compute: compute.to_vec(),
+            ..Settings::default()
+        };
+        let entrants = entrants(&settings).into_iter();
+        entrants.map(|entrant| entrant.label).collect()
+    }
+
+    #[test]
+    fn extra_work_is_swept_where_it_is_honoured() {
+        let all = labels(&[], &[]);
+        assert_eq!(all.len(), catalogue().len() + 1);
+        assert!(all.contains(&"kv-4k with 10 µs".to_owned()), "{all:?}");
+        assert_eq!(labels(&["quicksort"], &[0, 250]), ["quicksort"]);
+        assert_eq!(
+            labels(&["random-read"], &[0, 25, 250]),
+            [
+                "random-read",
+                "random-read with 0.1 µs",
+                "random-read with 1 µs"
+            ]
+        );
     }
 }

@@ -2,11 +2,14 @@
 //! there is, all in one run; its results as a table of ratios, JSON and plots.
 //!
 //! * [`floors`] measures what the kernel and the wire cost without us;
+//! * [`batches`] has the client library move pages, and a raw socket;
 //! * [`own`] measures Outram's faults, throughput and tuning;
 //! * [`contest`] runs [`workloads`] on Outram and on the [baselines](baseline);
 //! * [`mix`] runs several of them at once, each in a guest of its own;
 //! * [`guests`] runs real programs in real guests, with and without Outram;
 //! * [`policies`] counts what eviction policies would miss, on [traces](trace) of the workloads;
+//! * [`replay`] has the least time that follows from these;
+//! * [`targets`] says what was to be reached, and whether it was;
 //! * [`results`] is what a run leaves, [`ratios`] what is read from it, [`report`], [`plot`] and
 //!   [`compare`] show it.
 //!
@@ -14,6 +17,7 @@
 //! measured in turn, round by round, and divided within its round.
 
 pub mod baseline;
+pub mod batches;
 pub mod bill;
 pub mod compare;
 pub mod contest;
@@ -30,12 +34,14 @@ pub mod plain_pager;
 pub mod plot;
 pub mod policies;
 pub mod ratios;
+pub mod replay;
 pub mod report;
 pub mod results;
 pub mod runner;
 pub mod session;
 pub mod statistics;
 pub mod swap;
+pub mod targets;
 pub mod trace;
 pub mod usage;
 pub mod watched_memory;

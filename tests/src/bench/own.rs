@@ -7,10 +7,18 @@ use anyhow::{Result, ensure};
 use outram_wire::control::Status;
 use serde_json::{Value, json};
 
-use super::bill::{Bill, Meter};
+use super::bill::{Bill, Meter, WIRE_PER_USEFUL};
 use super::session::Session;
 use super::statistics::Latencies;
 use crate::small_lab::{Guest, LEAST, PAGE};
+
+/// What a helper's memory is to stay below: so much for each page, and so much beside that.
+const HELPER_BYTES_A_PAGE: u64 = 32;
+const HELPER_BYTES: u64 = 64 << 20;
+/// Name of that bound's figure.
+pub const HELPER_ALLOWED: &str = "32 bytes a page + 64 MiB";
+/// Name of the figure that is the helper's memory by it.
+pub const HELPER_BY_ALLOWED: &str = "helper's memory ÷ (32 bytes a page + 64 MiB)";
 
 /// Pages that a vCPU holds on to while its guest shrinks.
 const HELD_PAGES: u64 = 256;
@@ -35,12 +43,9 @@ fn note(session: &mut Session, what: &str, before: &Bill, after: &Bill, pages: u
             .results
             .note(&format!("{what}: {name}"), unit, value);
     }
-    let bytes = after.rise(before, |counters| {
-        counters.wire_received_bytes + counters.wire_sent_bytes
-    });
-    let name = format!("{what}: wire bytes per useful byte");
-    let useful = (pages * PAGE) as f64;
-    session.results.note(&name, "", bytes as f64 / useful);
+    let name = format!("{what}: {WIRE_PER_USEFUL}");
+    let wire = after.wire_bytes_per_byte(before, pages);
+    session.results.note(&name, "", wire);
 }
 
 /// Faults of a guest whose pages are stored remotely: alone with room for them, at the limit, and one
@@ -57,6 +62,12 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
         "bytes/page",
         helper / pages as f64,
     );
+    let allowed = (HELPER_BYTES_A_PAGE * pages + HELPER_BYTES) as f64;
+    session
+        .results
+        .note(HELPER_BY_ALLOWED, "", helper / allowed);
+    let allowed_mib = allowed / f64::from(1 << 20);
+    session.results.note(HELPER_ALLOWED, "MiB", allowed_mib);
     let table = status.kernel_table_bytes as f64 / pages as f64;
     session.results.note("page table", "bytes/page", table);
     let before = bill(session, &guest)?;
@@ -161,6 +172,7 @@ pub fn measure_tuning(session: &mut Session) -> Result<()> {
         faults += kept["faults"].as_u64().unwrap_or(0);
         ensure!(began.elapsed() < PATIENCE, "the limit was not reached");
     }
+    session.results.note("tuned down by", "MiB", down as f64);
     let seconds = reached.unwrap_or_default().as_secs_f64();
     let evicted = ((down << 20) / PAGE) as f64;
     session

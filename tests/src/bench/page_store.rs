@@ -2,16 +2,16 @@
 //! over this machine's TCP, and where the plain pager keeps its pages.
 //!
 //! ```text
-//! request   0 op u8 (1 read, 2 write)   1 zero [7]   8 page u64   16 zero [16]   = 32, as Outram's
-//!           of one extent; of a write, then the page
+//! request   0 op u8 (1 read, 2 write)   1 pages u8   2 zero [6]   8 page u64   16 zero [16]   = 32, as
+//!           Outram's of one extent; of a write, then the pages
 //! reply     0 zero [16]                                                           = 16, as Outram's
-//!           of a read, then the page
+//!           of a read, then the pages
 //! ```
 //!
 //! One thread serves one connection after the other; blocking, in order, without checks of what is
 //! kept: nothing that could be left out is in it.
 
-use std::io::{BufRead, BufReader, BufWriter, Read, Write};
+use std::io::{BufRead, BufReader, BufWriter, IoSlice, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -24,6 +24,8 @@ const REQUEST_BYTES: usize = 32;
 const REPLY_BYTES: usize = 16;
 const READ: u8 = 1;
 const WRITE: u8 = 2;
+/// Most pages of a request.
+pub const PAGES_MAX: usize = 255;
 
 /// Serves until its standard input ends; prints its address first.
 pub fn serve(pages: usize) -> Result<()> {
@@ -57,15 +59,21 @@ fn serve_one(stream: TcpStream, kept: &mut [u8]) -> Result<()> {
             Err(error) => return Err(error).context("reading a request"),
         }
         let page = u64::from_le_bytes(request[8..16].try_into()?) as usize;
-        let range = page * PAGE_BYTES..(page + 1) * PAGE_BYTES;
+        let range = page * PAGE_BYTES..(page + usize::from(request[1])) * PAGE_BYTES;
         let place = kept.get_mut(range).context("a page beyond the store")?;
         match request[0] {
             READ => {
                 writer.write_all(&[0; REPLY_BYTES])?;
-                writer.write_all(place)?;
+                if place.len() > PAGE_BYTES {
+                    // What is large is not copied once more.
+                    writer.flush()?;
+                    writer.get_mut().write_all(place)?;
+                } else {
+                    writer.write_all(place)?;
+                }
             }
             WRITE => {
-                reader.read_exact(place).context("reading a page")?;
+                reader.read_exact(place).context("reading pages")?;
                 writer.write_all(&[0; REPLY_BYTES])?;
             }
             other => bail!("operation {other} is neither read nor write"),
@@ -131,44 +139,58 @@ impl Client {
 
     /// Reads one page, sleeping until it is here.
     pub fn read(&mut self, page: usize, into: &mut Page) -> Result<()> {
-        self.stream.write_all(&request(READ, page))?;
-        self.take(into)
+        self.stream.write_all(&request(READ, page, 1))?;
+        self.take(&mut into.0)
     }
 
     /// Asks for all of these pages at once, then reads them one after the other into the same place.
     pub fn read_batch(&mut self, pages: &[usize], into: &mut Page) -> Result<()> {
-        let requests: Vec<u8> = pages.iter().flat_map(|&page| request(READ, page)).collect();
+        let requests: Vec<u8> = pages
+            .iter()
+            .flat_map(|&page| request(READ, page, 1))
+            .collect();
         self.stream.write_all(&requests)?;
         for _ in pages {
-            self.take(into)?;
+            self.take(&mut into.0)?;
         }
         Ok(())
     }
 
-    fn take(&mut self, into: &mut Page) -> Result<()> {
+    fn take(&mut self, into: &mut [u8]) -> Result<()> {
         let mut reply = [0; REPLY_BYTES];
         self.stream.read_exact(&mut reply)?;
-        self.stream
-            .read_exact(&mut into.0)
-            .context("reading a page")
+        self.stream.read_exact(into).context("reading pages")
+    }
+
+    /// Reads as many pages in a row as there is room for, up to [`PAGES_MAX`], by one request.
+    pub fn read_run(&mut self, page: usize, into: &mut [u8]) -> Result<()> {
+        let pages = into.len() / PAGE_BYTES;
+        self.stream.write_all(&request(READ, page, pages))?;
+        self.take(into)
+    }
+
+    /// Writes these pages in a row by one request, and waits until they are kept.
+    pub fn write_run(&mut self, page: usize, from: &[u8]) -> Result<()> {
+        let request = request(WRITE, page, from.len() / PAGE_BYTES);
+        let mut pieces = [IoSlice::new(&request), IoSlice::new(from)];
+        let mut rest = &mut pieces[..];
+        while !rest.is_empty() {
+            let sent = self.stream.write_vectored(rest)?;
+            IoSlice::advance_slices(&mut rest, sent);
+        }
+        self.take(&mut [])
     }
 
     /// Writes one page and waits until it is kept.
     pub fn write(&mut self, page: usize, from: &Page) -> Result<()> {
-        let mut message = [0; REQUEST_BYTES + PAGE_BYTES];
-        message[..REQUEST_BYTES].copy_from_slice(&request(WRITE, page));
-        message[REQUEST_BYTES..].copy_from_slice(&from.0);
-        self.stream.write_all(&message)?;
-        let mut reply = [0; REPLY_BYTES];
-        self.stream
-            .read_exact(&mut reply)
-            .context("waiting for a page to be kept")
+        self.write_run(page, &from.0)
     }
 }
 
-fn request(op: u8, page: usize) -> [u8; REQUEST_BYTES] {
+fn request(op: u8, page: usize, pages: usize) -> [u8; REQUEST_BYTES] {
     let mut request = [0; REQUEST_BYTES];
     request[0] = op;
+    request[1] = u8::try_from(pages).expect("no more than PAGES_MAX");
     request[8..16].copy_from_slice(&(page as u64).to_le_bytes());
     request
 }
@@ -192,6 +214,12 @@ mod tests {
         assert_eq!(page.0, [0; PAGE_BYTES]);
         client.read_batch(&[0, 1, 3], &mut page).expect("there");
         assert_eq!(page.0, [7; PAGE_BYTES]);
+        let run: Vec<u8> = (0..2 * PAGE_BYTES).map(|at| (at % 251) as u8).collect();
+        client.write_run(1, &run).expect("kept");
+        let mut again = vec![0; 3 * PAGE_BYTES];
+        client.read_run(1, &mut again).expect("there");
+        assert_eq!(again[..2 * PAGE_BYTES], run);
+        assert_eq!(again[2 * PAGE_BYTES..], page.0);
         assert!(client.read(4, &mut page).is_err());
         assert!(server.join().expect("no panic").is_err());
     }

@@ -78,6 +78,9 @@ pub struct Run {
     /// What the backend counted meanwhile, by its counters' names; nothing where there is none.
     #[serde(default)]
     pub counters: BTreeMap<String, u64>,
+    /// What paging cost meanwhile, by the names of a [bill](super::bill); nothing where none was paged.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub costs: BTreeMap<String, f64>,
     /// Latency of the guest's remote faults so far, where that was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote_faults: Option<Latency>,

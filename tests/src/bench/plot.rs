@@ -13,8 +13,9 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 
-use super::contest::OUTRAM;
-use super::results::Results;
+use super::baseline::PARTLY_LOCAL;
+use super::contest::{OUTRAM, label, us_of};
+use super::results::{Results, Series};
 use super::statistics::{Distribution, Spread};
 
 const SIZE: (u32, u32) = (1000, 620);
@@ -105,7 +106,7 @@ fn pictures(results: &Results) -> Vec<Picture> {
         outram.collect(),
     ));
     for name in names {
-        let memories = ["outram", "plain", "zram", "swap-file"];
+        let memories = [&[OUTRAM][..], &PARTLY_LOCAL].concat();
         let lines = memories
             .iter()
             .map(|memory| (memory.to_string(), slowdowns(results, name, memory)));
@@ -116,6 +117,7 @@ fn pictures(results: &Results) -> Vec<Picture> {
             lines.collect(),
         ));
     }
+    pictures.extend(sweeps(results));
     for picture in &mut pictures {
         picture.lines.retain(|(_, points)| !points.is_empty());
     }
@@ -133,6 +135,63 @@ fn slowdown(file: &str, title: &str, lines: Vec<Line>) -> Picture {
     }
 }
 
+/// AIFM's sweep: slowdown by how much a workload computes for each operation, of workloads that were run
+/// with more than one such amount.
+fn sweeps(results: &Results) -> Vec<Picture> {
+    let mut names: Vec<&str> = results.series.iter().map(name_of).collect();
+    names.sort_unstable();
+    names.dedup();
+    let of = |name: &str| {
+        let lines = sweep(results, name);
+        let is_sweep = lines.iter().any(|(_, points)| points.len() > 1);
+        is_sweep.then(|| Picture {
+            file: format!("compute-{name}"),
+            title: format!("{name}: slowdown by computing for each operation"),
+            axes: (
+                "µs of computing for each operation",
+                "time ÷ time with all memory local",
+            ),
+            is_of_latencies: false,
+            lines,
+        })
+    };
+    names.into_iter().filter_map(of).collect()
+}
+
+/// The workload's name, without its extra work.
+fn name_of(series: &Series) -> &str {
+    let extra = label("", series.compute);
+    series
+        .workload
+        .strip_suffix(&extra)
+        .unwrap_or(&series.workload)
+}
+
+/// By local ratio, slowdowns with each amount of extra work.
+fn sweep(results: &Results, name: &str) -> Vec<Line> {
+    let ours = |series: &&Series| {
+        name_of(series) == name && series.memory == OUTRAM && series.local_ratio < 1.0
+    };
+    let mut lines: Vec<Line> = Vec::new();
+    for series in results.series.iter().filter(ours) {
+        let at = series.local_ratio;
+        let points = slowdowns(results, &series.workload, OUTRAM);
+        let Some((_, slowdown)) = points.into_iter().find(|point| point.0 == at) else {
+            continue;
+        };
+        let point = (us_of(series.compute), slowdown);
+        let title = format!("{OUTRAM} at {at}");
+        match lines.iter_mut().find(|(known, _)| *known == title) {
+            Some((_, points)) => points.push(point),
+            None => lines.push((title, vec![point])),
+        }
+    }
+    for (_, points) in &mut lines {
+        points.sort_by(|one, other| one.0.total_cmp(&other.0));
+    }
+    lines
+}
+
 /// Of each latency, the share of uses that took longer.
 fn tail(distribution: &Distribution) -> Vec<(f64, f64)> {
     let mut left = distribution.count;
@@ -145,9 +204,8 @@ fn tail(distribution: &Distribution) -> Vec<(f64, f64)> {
 
 /// Medians of a memory's runs by those with all memory local, by local ratio.
 fn slowdowns(results: &Results, workload: &str, memory: &str) -> Vec<(f64, f64)> {
-    let seconds = |series: &super::results::Series| -> Vec<f64> {
-        series.runs.iter().map(|run| run.seconds).collect()
-    };
+    let seconds =
+        |series: &Series| -> Vec<f64> { series.runs.iter().map(|run| run.seconds).collect() };
     let Some(local) = results.series(workload, "memfd", 1.0).map(seconds) else {
         return Vec::new();
     };
@@ -230,7 +288,7 @@ fn paint<B: DrawingBackend>(area: &DrawingArea<B, Shift>, picture: &Picture) -> 
             (low.max(1e-6)..1.0).log_scale(),
         )?),
         false => fill!(builder.build_cartesian_2d(
-            (left - 0.02).min(0.2)..(right + 0.02).max(1.02),
+            (left - 0.02).min(0.2)..(right * 1.02).max(1.02),
             (low.min(0.9)..high * 1.2).log_scale(),
         )?),
     }
@@ -263,6 +321,7 @@ mod tests {
             memory: "memfd".to_owned(),
             local_ratio: 1.0,
             bytes: 1,
+            compute: 0,
             runs: vec![Run {
                 seconds: 1.0,
                 ..Run::default()
@@ -284,6 +343,32 @@ mod tests {
             .filter(|pixel| pixel.iter().all(|&level| level < 100))
             .count();
         assert!(dark > 500, "{dark} pixels of text and axes");
+    }
+
+    #[test]
+    fn a_sweep_has_a_point_for_each_amount_of_computing() {
+        let mut results = Results::default();
+        for (compute, local, paged) in [(2500, 4.0, 5.0), (0, 1.0, 3.0), (250, 2.0, 4.0)] {
+            for (memory, local_ratio, seconds) in [("memfd", 1.0, local), (OUTRAM, 0.5, paged)] {
+                results.note_run(Series {
+                    workload: label("kv-4k", compute),
+                    memory: memory.to_owned(),
+                    local_ratio,
+                    bytes: 1,
+                    compute,
+                    runs: vec![Run {
+                        seconds,
+                        ..Run::default()
+                    }],
+                });
+            }
+        }
+        let lines = sweep(&results, "kv-4k");
+        let points = vec![(0.0, 3.0), (1.0, 2.0), (10.0, 1.25)];
+        assert_eq!(lines, [("outram at 0.5".to_owned(), points)]);
+        assert_eq!(sweeps(&results).len(), 1);
+        results.series.retain(|series| series.compute == 0);
+        assert!(sweeps(&results).is_empty(), "one amount is no sweep");
     }
 
     #[test]

@@ -4,7 +4,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::baseline::PARTLY_LOCAL;
+use super::batches::BATCHES;
 use super::contest::OUTRAM;
+use super::replay::{self, Replay};
 use super::results::Results;
 use super::statistics::Spread;
 
@@ -24,6 +26,16 @@ pub struct Ratio {
 
 /// Group of everything but workloads.
 pub const PAGING: &str = "paging";
+
+/// Name of a workload's ratio: Outram's time by what it takes [at least](super::replay).
+pub fn by_least(local_ratio: f64) -> String {
+    format!("{OUTRAM} at {local_ratio} ÷ (local memfd + fetches of OPT × floor of a fault)")
+}
+
+/// Name of a workload's ratio: misses of the pager's policy by LRU's, on its trace.
+pub fn by_lru(local_ratio: f64) -> String {
+    format!("misses of the pager's policy ÷ LRU's, at {local_ratio}")
+}
 
 /// All that follow from what was measured.
 pub fn of(results: &Results) -> Vec<Ratio> {
@@ -60,6 +72,11 @@ pub fn of(results: &Results) -> Vec<Ratio> {
             for memory in PARTLY_LOCAL {
                 push(format!("{what} ÷ {memory} at {at}"), spread(memory, at));
             }
+            let workload = &series.workload;
+            push(by_least(at), replay::by_least(results, workload, at));
+            let of = |replay: &&Replay| replay.workload == *workload && replay.local_ratio == at;
+            let replay = results.replays.iter().find(of);
+            push(by_lru(at), replay.and_then(Replay::by_lru));
         }
     }
     ratios
@@ -111,6 +128,14 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
         of("wire, batched"),
         false,
     );
+    for what in BATCHES {
+        push(
+            &format!("{what} ÷ raw socket"),
+            of(&format!("{what}: rate")),
+            of(&format!("{what}, raw socket: rate")),
+            false,
+        );
+    }
     push(
         "tuning down ÷ copying pages",
         of("tuning down"),

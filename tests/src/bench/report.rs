@@ -2,12 +2,15 @@
 
 use std::fmt::Write;
 
+use outram_wire::control::Latency;
 use outram_wire::units::format_size;
 
+use super::bill::WIRE_PER_USEFUL;
 use super::contest::OUTRAM;
 use super::mix::table;
-use super::results::Results;
+use super::results::{Results, Series};
 use super::statistics::Spread;
+use super::targets::{Bound, Verdict};
 use super::watched_memory::PAGE_BYTES;
 
 /// A number with three figures.
@@ -41,6 +44,8 @@ fn write(out: &mut String, results: &Results) -> std::fmt::Result {
         write_paging(out, results)?;
         write_ratios(out, results)?;
         write_faults(out, results)?;
+        write_costs(out, results)?;
+        write_fault_latencies(out, results)?;
     }
     for mix in &results.mixes {
         table::write(out, mix)?;
@@ -51,7 +56,7 @@ fn write(out: &mut String, results: &Results) -> std::fmt::Result {
     for missing in &results.missing {
         writeln!(out, "  {}: {}", missing.what, missing.reason)?;
     }
-    Ok(())
+    write_targets(out, results)
 }
 
 /// What was measured on.
@@ -80,7 +85,14 @@ fn write_head(out: &mut String, results: &Results) -> std::fmt::Result {
         out,
         "Run       {:.0} s; medians of rounds, least … most",
         results.seconds
-    )
+    )?;
+    if results.is_unfinished {
+        writeln!(
+            out,
+            "          UNFINISHED: what was measured until it ended"
+        )?;
+    }
+    Ok(())
 }
 
 /// Everything but workloads.
@@ -151,9 +163,7 @@ fn write_faults(out: &mut String, results: &Results) -> std::fmt::Result {
         "protected",
         "duplicate",
     ];
-    let ours = results.series.iter().filter(|series| {
-        series.memory == OUTRAM && series.local_ratio < 1.0 && !series.runs.is_empty()
-    });
+    let ours = paged(results).filter(|series| series.memory == OUTRAM);
     let headings: String = names.iter().map(|name| format!("{name:>11}")).collect();
     let mut is_first = true;
     for series in ours {
@@ -175,6 +185,146 @@ fn write_faults(out: &mut String, results: &Results) -> std::fmt::Result {
     Ok(())
 }
 
+/// Runs on Outram with less than all local, however memory was moved.
+fn paged(results: &Results) -> impl Iterator<Item = &Series> {
+    let is_ours = |series: &&Series| {
+        series.memory.starts_with(OUTRAM) && series.local_ratio < 1.0 && !series.runs.is_empty()
+    };
+    results.series.iter().filter(is_ours)
+}
+
+/// A workload, and the memory where that is not just Outram's.
+fn title(series: &Series) -> String {
+    let moved = series.memory.trim_start_matches(OUTRAM);
+    format!("{} at {}{moved}", series.workload, series.local_ratio)
+}
+
+/// What paging cost, medians of the rounds.
+fn write_costs(out: &mut String, results: &Results) -> std::fmt::Result {
+    let columns = [
+        ("rate", "pages/s"),
+        ("CPU of vCPU", "vCPU s/GiB"),
+        ("CPU of helper", "helper s/GiB"),
+        ("CPU of server", "server s/GiB"),
+        (WIRE_PER_USEFUL, "wire/useful"),
+    ];
+    let mut is_first = true;
+    for series in paged(results) {
+        if std::mem::take(&mut is_first) {
+            let headings: String = columns
+                .iter()
+                .map(|(_, head)| format!("{head:>14}"))
+                .collect();
+            let what = "Cost of pages that came or left";
+            writeln!(out, "\n{what:<40}{headings}")?;
+        }
+        let cell = |name: &str| {
+            let values: Option<Vec<f64>> = series
+                .runs
+                .iter()
+                .map(|run| run.costs.get(name).copied())
+                .collect();
+            let found = values.and_then(|values| Spread::of(&values));
+            found.map_or("-".to_owned(), |found| short(found.median))
+        };
+        let cells: String = columns
+            .iter()
+            .map(|(name, _)| format!("{:>14}", cell(name)))
+            .collect();
+        writeln!(out, "  {:<38}{cells}", title(series))?;
+    }
+    Ok(())
+}
+
+/// What the backend measured of remote faults, medians of the rounds.
+fn write_fault_latencies(out: &mut String, results: &Results) -> std::fmt::Result {
+    type Percentile = fn(&Latency) -> Option<u64>;
+    let columns: [(&str, Percentile); 5] = [
+        ("p50", |found| Some(found.us_p50)),
+        ("p90", |found| found.us_p90),
+        ("p99", |found| Some(found.us_p99)),
+        ("p99.9", |found| found.us_p999),
+        ("max", |found| Some(found.us_max)),
+    ];
+    let mut is_first = true;
+    for series in paged(results) {
+        let latencies = series
+            .runs
+            .iter()
+            .filter_map(|run| run.remote_faults.as_ref());
+        let latencies: Vec<&Latency> = latencies.filter(|latency| latency.count > 0).collect();
+        if latencies.is_empty() {
+            continue;
+        }
+        if std::mem::take(&mut is_first) {
+            let headings: String = columns
+                .iter()
+                .map(|(head, _)| format!("{head:>9}"))
+                .collect();
+            let what = "Remote faults in the helper (µs)";
+            writeln!(out, "\n{what:<44}{headings}")?;
+        }
+        let cell = |of: Percentile| {
+            let values = latencies
+                .iter()
+                .map(|latency| of(latency).map(|us| us as f64));
+            let found = values.collect::<Option<Vec<f64>>>();
+            let found = found.and_then(|values| Spread::of(&values));
+            found.map_or("-".to_owned(), |found| short(found.median))
+        };
+        let cells: String = columns
+            .iter()
+            .map(|(_, of)| format!("{:>9}", cell(*of)))
+            .collect();
+        writeln!(out, "  {:<42}{cells}", title(series))?;
+    }
+    Ok(())
+}
+
+/// What was to be reached.
+fn write_targets(out: &mut String, results: &Results) -> std::fmt::Result {
+    if results.targets.is_empty() {
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "\n{:<46}{:>12}{:>10}   {:<18}measured against",
+        "Targets", "target", "found", "least … most"
+    )?;
+    for target in &results.targets {
+        let bound = match target.bound {
+            Bound::AtMost(most) => format!("≤ {}", short(most)),
+            Bound::AtLeast(least) => format!("≥ {}", short(least)),
+            Bound::Published(low, high) if low == high => format!("others {}", short(low)),
+            Bound::Published(low, high) => format!("others {}–{}", short(low), short(high)),
+            Bound::Shown => String::new(),
+        };
+        let verdict = match target.verdict {
+            Verdict::Met => "met",
+            Verdict::Missed => "MISSED",
+            Verdict::Shown => "shown",
+            Verdict::NotMeasured => "not measured in this run",
+        };
+        writeln!(out, "  {}  {}", target.number, target.what)?;
+        let Some(found) = &target.found else {
+            writeln!(out, "{:<46}{bound:>12}{:>10}   {verdict}", "", "-")?;
+            continue;
+        };
+        let ends = format!("{} … {}", short(found.low), short(found.high));
+        let median = short(found.median);
+        let floor = target.floor.as_ref();
+        let floor = floor.map_or(String::new(), |floor| {
+            format!("{} {}", short(floor.median), floor.unit)
+        });
+        writeln!(
+            out,
+            "{:<46}{bound:>12}{median:>10}   {ends:<18}{floor:<17} {verdict}",
+            ""
+        )?;
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::ratios;
@@ -188,6 +338,45 @@ mod tests {
             shown,
             ["0", "1.20e-4", "0.12", "1.00", "12.3", "123", "12346"]
         );
+    }
+
+    #[test]
+    fn what_paging_cost_and_what_was_to_be_reached_is_told() {
+        let mut results = sample();
+        for (series, rate) in results.series.iter_mut().zip([0.0, 4321.0]) {
+            for run in &mut series.runs {
+                run.costs = [("rate".to_owned(), rate)].into();
+                run.remote_faults = Some(Latency {
+                    count: 9,
+                    us_p50: 123,
+                    us_p90: None,
+                    us_p99: 456,
+                    us_p999: Some(789),
+                    us_max: 1000,
+                });
+            }
+        }
+        results.note("tuning down", "pages/s", 60.0);
+        results.note("copying pages", "pages/s", 100.0);
+        results.is_unfinished = true;
+        results.ratios = ratios::of(&results);
+        results.targets = super::super::targets::of(&results);
+        let text = text(&results);
+        let words = |line: &str| {
+            line.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        let rows: Vec<Vec<String>> = text.lines().map(words).collect();
+        for row in [
+            "quicksort at 0.5 4321 - - - -",
+            "quicksort at 0.5 123 - 456 789 1000",
+            "≥ 0.50 0.60 0.60 … 0.60 100 pages/s met",
+            "≤ 1.05 - not measured in this run",
+        ] {
+            assert!(rows.contains(&words(row)), "{row} is not in:\n{text}");
+        }
+        assert!(text.contains("UNFINISHED"), "{text}");
     }
 
     #[test]

@@ -11,7 +11,9 @@ use super::machine::Machine;
 use super::mix::results::MixResults;
 use super::phase::Run;
 use super::ratios::Ratio;
+use super::replay::Replay;
 use super::statistics::Distribution;
+use super::targets::Target;
 
 /// Version of the file.
 pub const FORMAT: u32 = 1;
@@ -50,6 +52,9 @@ pub struct Series {
     pub local_ratio: f64,
     /// Bytes of the data.
     pub bytes: u64,
+    /// Extra work for each operation, in rounds; part of the workload's name, too.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub compute: u32,
     /// Of each round, in order.
     pub runs: Vec<Run>,
 }
@@ -74,6 +79,9 @@ pub struct Results {
     pub quick: bool,
     /// How long all of it took, in seconds.
     pub seconds: f64,
+    /// Whether it was still at work when this was written, and never came to its end.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub is_unfinished: bool,
     /// The machine.
     pub machine: Machine,
     /// Latencies by name, all rounds together.
@@ -82,6 +90,9 @@ pub struct Results {
     pub figures: Figures,
     /// Runs of workloads.
     pub series: Vec<Series>,
+    /// What eviction policies would miss of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub replays: Vec<Replay>,
     /// Mixes of workloads over several guests.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixes: Vec<MixResults>,
@@ -89,6 +100,9 @@ pub struct Results {
     pub missing: Vec<Missing>,
     /// What follows from all of that.
     pub ratios: Vec<Ratio>,
+    /// What was to be reached, and whether it was.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub targets: Vec<Target>,
 }
 
 impl Results {
@@ -148,11 +162,24 @@ impl Results {
         serde_json::from_value(value).with_context(name)
     }
 
-    /// Writes a file.
+    /// Writes a file. Whoever is killed meanwhile leaves the one that was there before.
     pub fn save(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string(self)?;
-        fs::write(path, text).with_context(|| path.display().to_string())
+        let new = path.with_extension("json.new");
+        fs::write(&new, text).with_context(|| new.display().to_string())?;
+        fs::rename(&new, path).with_context(|| path.display().to_string())
     }
+}
+
+// serde has such functions called with references.
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_zero(value: &u32) -> bool {
+    *value == 0
 }
 
 #[cfg(test)]
@@ -186,6 +213,7 @@ pub(super) mod tests {
                     memory: memory.to_owned(),
                     local_ratio,
                     bytes: 1 << 20,
+                    compute: 0,
                     runs: vec![Run {
                         seconds,
                         checksum: u64::MAX,

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use outram_wire::tuning::Tuning;
 
+use super::batches;
 use super::contest::Contest;
 use super::far_wire::FarWire;
 use super::floors::{self, Waiting};
@@ -19,6 +20,7 @@ use super::ratios;
 use super::results::{FORMAT, Results};
 use super::statistics::{Distribution, Latencies};
 use super::swap::Reserved;
+use super::targets;
 use crate::hermetic::server::MemServer;
 use crate::small_lab::{Guest, Lab, Wish};
 
@@ -41,8 +43,9 @@ pub struct Settings {
     pub local_ratios: Vec<f64>,
     /// Names of workloads, all where there is none.
     pub only: Vec<String>,
-    /// Extra work for each operation.
-    pub compute: u32,
+    /// Extra work for each operation: workloads that honour it are run with each of these. Where there is
+    /// none, with what [`super::contest`] has for them.
+    pub compute: Vec<u32>,
     /// Seed of all that is random.
     pub seed: u64,
     /// Longest time for a single run of a workload.
@@ -57,6 +60,8 @@ pub struct Settings {
     pub baselines: Vec<String>,
     /// Where swap files go, and notes of other swap.
     pub folder: PathBuf,
+    /// Where results are kept from round to round, if anywhere.
+    pub file: Option<PathBuf>,
 }
 
 impl Settings {
@@ -81,8 +86,11 @@ pub fn demand_ratios(ratios: &[f64]) -> Result<()> {
     Ok(())
 }
 
+/// Faults from which a floor's median is taken: a tenth of a second's.
+const FLOOR_FAULTS: usize = 2000;
+
 /// Default slabs of memory servers.
-const SLAB_BYTES: u64 = 64 << 20;
+pub const SLAB_BYTES: u64 = 64 << 20;
 
 /// A run under way.
 pub struct Session {
@@ -95,13 +103,14 @@ pub struct Session {
     /// The guests' memory server.
     pub server: MemServer,
     /// Where guests find it.
-    server_address: String,
+    pub server_address: String,
     /// Where guests live.
     pub lab: Lab,
     /// What was measured so far.
     pub results: Results,
     latencies: BTreeMap<String, Latencies>,
     swap: OnceCell<Reserved>,
+    began: Instant,
 }
 
 impl Session {
@@ -131,12 +140,13 @@ impl Session {
             results,
             latencies: BTreeMap::new(),
             swap: OnceCell::new(),
+            began: Instant::now(),
         })
     }
 
     /// Measures everything.
     pub fn run(mut self) -> Result<Results> {
-        let began = Instant::now();
+        self.results.is_unfinished = true;
         for round in 0..self.settings.rounds {
             self.say(&format!(
                 "round {} of {}: floors and faults",
@@ -144,20 +154,33 @@ impl Session {
                 self.settings.rounds
             ));
             self.measure_floors()?;
+            batches::measure(&mut self)?;
             own::measure_faults(&mut self, round)?;
             own::measure_tuning(&mut self)?;
+            self.keep()?;
         }
         if self.settings.workload_mib > 0 {
             Contest::new(&mut self)?.run()?;
         }
-        let latencies = std::mem::take(&mut self.latencies);
+        self.results.is_unfinished = false;
+        self.keep()?;
+        Ok(self.results)
+    }
+
+    /// Sums up what was measured so far, and writes it where it is to be found should this be the last
+    /// that is: a run may take hours.
+    pub fn keep(&mut self) -> Result<()> {
+        let latencies = self.latencies.iter();
         self.results.distributions = latencies
-            .iter()
             .map(|(name, latencies)| (name.clone(), Distribution::from(latencies)))
             .collect();
-        self.results.seconds = began.elapsed().as_secs_f64();
+        self.results.seconds = self.began.elapsed().as_secs_f64();
         self.results.ratios = ratios::of(&self.results);
-        Ok(self.results)
+        self.results.targets = targets::of(&self.results);
+        match &self.settings.file {
+            Some(file) => self.results.save(file),
+            None => Ok(()),
+        }
     }
 
     /// Says what is being done.
@@ -173,6 +196,15 @@ impl Session {
         }
         let all = self.latencies.entry(name.to_owned()).or_default();
         all.add(latencies);
+    }
+
+    /// Microseconds of a userfault and a page's round trip, by their medians just now.
+    pub fn fault_floor_us(&self) -> Result<f64> {
+        let count = FLOOR_FAULTS.min(self.settings.faults);
+        let uffd = floors::faults(&self.layout, Waiting::Sleeping, count)?;
+        let store = self.page_store(1)?;
+        let wire = floors::wire(&self.layout, &store, count)?;
+        Ok(uffd.us(50.0) + wire.round_trips.us(50.0))
     }
 
     fn measure_floors(&mut self) -> Result<()> {

@@ -28,6 +28,19 @@ pub struct Trace {
     pub prepared: usize,
 }
 
+impl Trace {
+    /// Pages that were used for the first time after the preparation.
+    pub fn first_uses(&self) -> u64 {
+        let mut is_used = vec![false; self.pages];
+        let mut first = 0;
+        for (number, page) in self.uses.iter().enumerate() {
+            let was_used = std::mem::replace(&mut is_used[*page as usize], true);
+            first += u64::from(!was_used && number >= self.prepared);
+        }
+        first
+    }
+}
+
 /// Runs a workload and records what it uses; also what the run came to.
 pub fn record(task: &Task) -> Result<(Trace, Run)> {
     let mut subject = Subject::new(task)?;

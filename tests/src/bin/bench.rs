@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
@@ -101,8 +101,10 @@ struct RunArguments {
     /// Run these workloads alone [default: all, quick some]
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     only: Vec<String>,
-    /// Paged memory to compare with: plain (a pager that does one page after the other), zram and
-    /// swap-file (the kernel's swap). Swap is the whole machine's while it is measured
+    /// Paged memory to compare with: plain (a pager that does one page after the other), zram,
+    /// swap-file and nbd (the kernel's swap, also over a network block device to a server in memory).
+    /// Swap is the whole machine's while it is measured, and what it has on nbd is lost should this run be
+    /// killed: ask for that where nothing else is at work, as in the lab guest
     #[arg(long, value_delimiter = ',', default_value = "plain,zram,swap-file")]
     baselines: Vec<String>,
     /// Run workloads on Outram also with so much memory moved at a time, such as 16KiB,64KiB
@@ -115,6 +117,10 @@ struct RunArguments {
     /// holds all that passes, some 60 µs longer than asked for
     #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
     delay: u64,
+    /// Extra work for each operation of workloads that honour it ('bench list'), in rounds of some 4 ns:
+    /// they are run with each of these, such as 0,250,2500 [default: 0, and 2500 also for kv-4k]
+    #[arg(long, value_delimiter = ',', value_name = "ROUNDS")]
+    compute: Vec<u32>,
     /// Which processors run what: split (vCPU on one, pager on another, server on a third), shared
     /// (all on one) or free
     #[arg(long, default_value = "split")]
@@ -138,6 +144,9 @@ struct MixArguments {
     /// MiB of each workload's data
     #[arg(long, default_value_t = 40)]
     workload_mib: u64,
+    /// Extra work for each operation, in rounds of some 4 ns
+    #[arg(long, default_value_t = 0)]
+    compute: u32,
     /// Which processors run what: split (all vCPUs on one, all helpers on another, the server on a
     /// third), shared (all on one) or free
     #[arg(long, default_value = "free")]
@@ -148,9 +157,6 @@ struct MixArguments {
 
 #[derive(Args)]
 struct CommonArguments {
-    /// Extra work for each operation, in rounds of some 4 ns
-    #[arg(long, default_value_t = 0)]
-    compute: u32,
     /// Seed of all that is random
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -233,7 +239,12 @@ struct RunnerArguments {
 fn main() -> ExitCode {
     let small = sandbox::obstacle_without_libvirt;
     let done = match Arguments::parse().command {
-        Command::Run(arguments) => return in_sandbox(small(), || run(&arguments)),
+        Command::Run(arguments) => {
+            let began = SystemTime::now();
+            let code = in_sandbox(small(), || run(&arguments));
+            tell_of_unfinished(&arguments.common, began);
+            return code;
+        }
         Command::Mix(arguments) => return in_sandbox(small(), || measure_mixes(&arguments)),
         Command::Guests(arguments) if arguments.list => {
             for program in guests::catalogue::CATALOGUE {
@@ -268,6 +279,18 @@ fn tell(done: Result<()>) -> ExitCode {
             eprintln!("bench: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Says where the results of a run are that was interrupted, or failed, after it had measured some.
+fn tell_of_unfinished(arguments: &CommonArguments, began: SystemTime) {
+    let path = arguments.out.clone().unwrap_or_else(target).join(RESULTS);
+    let written = path.metadata().and_then(|found| found.modified());
+    // Inside of the sandbox, which has processes of this program too, nobody is told twice.
+    let is_of_this_run = written.is_ok_and(|at| at >= began) && sandbox::is_outside();
+    if is_of_this_run && Results::load(&path).is_ok_and(|results| results.is_unfinished) {
+        let path = path.display();
+        eprintln!("bench: what was measured until then is in {path} ('bench show' prints it)");
     }
 }
 
@@ -380,20 +403,18 @@ fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bench")
 }
 
+/// What a run leaves.
+const RESULTS: &str = "results.json";
+
 fn run(arguments: &RunArguments) -> Result<()> {
     let folder = arguments.common.folder()?;
-    let settings = settings(arguments)?;
+    let mut settings = settings(arguments)?;
+    settings.file = Some(folder.join(RESULTS));
     let lent = settings.lent_mib();
-    let session = Session::new(settings, lent)?;
-    let results = session.run()?;
-    results.save(&folder.join("results.json"))?;
+    let results = Session::new(settings, lent)?.run()?;
     print!("{}", report::text(&results));
     let plots = plot::draw(&results, &folder)?;
-    println!(
-        "\nIn {}: results.json, {}",
-        folder.display(),
-        plots.join(", ")
-    );
+    println!("\nIn {}: {RESULTS}, {}", folder.display(), plots.join(", "));
     Ok(())
 }
 
@@ -403,7 +424,6 @@ fn measure_mixes(arguments: &MixArguments) -> Result<()> {
     ensure!(arguments.rounds > 0, "at least one round");
     let settings = Settings {
         rounds: arguments.rounds,
-        compute: arguments.common.compute,
         seed: arguments.common.seed,
         patience: Duration::from_secs(arguments.common.patience),
         layout: arguments.layout,
@@ -415,6 +435,7 @@ fn measure_mixes(arguments: &MixArguments) -> Result<()> {
     let terms = Terms {
         bytes: (arguments.workload_mib << 20) as usize,
         local_ratio: arguments.local_ratio,
+        compute: arguments.compute,
     };
     let results = round::measure(session, &arguments.guests, terms)?;
     results.save(&path)?;
@@ -457,7 +478,7 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         workload_mib: or(arguments.workload_mib, 128, 40),
         local_ratios,
         only,
-        compute: arguments.common.compute,
+        compute: arguments.compute.clone(),
         seed: arguments.common.seed,
         patience: Duration::from_secs(arguments.common.patience),
         layout: arguments.layout,
@@ -465,6 +486,7 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         delay: Duration::from_micros(arguments.delay),
         baselines: arguments.baselines.clone(),
         folder: target().canonicalize()?,
+        file: None,
     })
 }
 

@@ -157,6 +157,11 @@ pub fn enter() -> Result<Side> {
     }
 }
 
+/// Whether this process is in the machine's namespaces: [`enter`] was or will be called in it.
+pub fn is_outside() -> bool {
+    std::env::var_os(STAGE).is_none()
+}
+
 /// Whether this is a sandbox that was [entered](enter), and no machine that is there for a test alone.
 pub(super) fn is_made() -> bool {
     std::env::var_os(OWNER).is_some()

@@ -19,6 +19,8 @@ pub struct Terms {
     pub bytes: usize,
     /// Local ratio of guests that have none of their own.
     pub local_ratio: f64,
+    /// Extra work for each operation.
+    pub compute: u32,
 }
 
 /// A mix that is being measured.
@@ -60,7 +62,7 @@ impl<'a> Measured<'a> {
                 name: member.workload.clone(),
                 bytes: terms.bytes,
                 seed,
-                compute: session.settings.compute,
+                compute: terms.compute,
             };
             let local_ratio = member.local_ratio.unwrap_or(terms.local_ratio);
             // What cannot be run is to be known before anything is.

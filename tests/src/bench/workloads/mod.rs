@@ -29,6 +29,9 @@ mod zipf;
 /// The smallest data a workload is made for, in bytes; less is taken as this.
 pub const MINIMUM_BYTES: usize = 256 << 10;
 
+/// What a round of extra work takes, more or less: each waits for the one before.
+pub const COMPUTE_NS: u32 = 4;
+
 /// What a run came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
@@ -64,9 +67,11 @@ pub struct Parameters {
     pub bytes: usize,
     /// Determines the data and the order in which they are used.
     pub seed: u64,
-    /// Extra work for each operation, in rounds of SplitMix64 of some 4 ns each; 0 is none. The
+    /// Extra work for each operation, in rounds of SplitMix64; 0 is none. The
     /// sweep of AIFM (Ruan et al., OSDI 2020): the more a program computes between accesses, the
     /// less it sees of far memory. Honoured where an entry says so.
+    ///
+    /// [`COMPUTE_NS`] says what a round takes.
     pub compute: u32,
 }
 
@@ -83,6 +88,8 @@ pub struct Entry {
     pub name: &'static str,
     /// What it does, and what one operation is.
     pub summary: &'static str,
+    /// Whether it does extra work for each operation where that is asked for.
+    pub honours_compute: bool,
     /// Makes one.
     pub make: fn(&Parameters) -> Box<dyn Workload>,
 }
@@ -96,41 +103,48 @@ static CATALOGUE: &[Entry] = &[
     Entry {
         name: "sequential-write",
         summary: "writes every word once, front to back; an operation is a page",
+        honours_compute: false,
         make: |parameters| Box::new(sequential::SequentialWrite::new(parameters)),
     },
     Entry {
         name: "sequential-read",
         summary: "reads every word once, front to back; an operation is a page",
+        honours_compute: false,
         make: |parameters| Box::new(sequential::SequentialRead::new(parameters)),
     },
     Entry {
         name: "random-read",
         summary: "reads single words, uniformly random, each place known only when the word before \
                   it is read; an operation is a word; honours compute",
+        honours_compute: true,
         make: |parameters| Box::new(random_access::RandomRead::new(parameters)),
     },
     Entry {
         name: "random-update",
         summary: "reads, changes and writes single words, uniformly random, as HPCC's RandomAccess; \
                   an operation is a word; honours compute",
+        honours_compute: true,
         make: |parameters| Box::new(random_access::RandomUpdate::new(parameters)),
     },
     Entry {
         name: "phases",
         summary: "random reads and writes in a quarter of the memory, which becomes another quarter \
                   sixteen times; an operation is a word; honours compute",
+        honours_compute: true,
         make: |parameters| Box::new(phases::Phases::new(parameters)),
     },
     Entry {
         name: "kv-etc",
         summary: "a hash table with memcached's ETC (Atikoglu et al. 2012): its sizes, its skew, 30 \
                   gets to a set; an operation is a get or a set; honours compute",
+        honours_compute: true,
         make: |parameters| Box::new(key_value::KeyValue::etc(parameters)),
     },
     Entry {
         name: "kv-4k",
         summary: "a hash table with values of 4 KiB, Zipf of 0.99, 19 gets to a set, as YCSB's B; an \
                   operation is a get or a set; honours compute",
+        honours_compute: true,
         make: |parameters| Box::new(key_value::KeyValue::four_kib(parameters)),
     },
     Entry {
@@ -138,50 +152,59 @@ static CATALOGUE: &[Entry] = &[
         summary: "kv-4k with values that compress as the cold memory of a fleet (Lagar-Cavilla et al. \
                   2019): seven in ten to a third, the others not; an operation is a get or a set; \
                   honours compute",
+        honours_compute: true,
         make: |parameters| Box::new(key_value::KeyValue::compressible(parameters)),
     },
     Entry {
         name: "kv-32k",
         summary: "the same with values of 32 KiB, as memcached's in the thesis on remote swap; an \
                   operation is a get or a set; honours compute",
+        honours_compute: true,
         make: |parameters| Box::new(key_value::KeyValue::thirty_two_kib(parameters)),
     },
     Entry {
         name: "quicksort",
         summary: "sorts random words in place; an operation is a word sorted",
+        honours_compute: false,
         make: |parameters| Box::new(quicksort::Quicksort::new(parameters)),
     },
     Entry {
         name: "stream",
         summary: "STREAM's copy, scale, add and triad, five times; an operation is an element \
                   written",
+        honours_compute: false,
         make: |parameters| Box::new(stream::Stream::new(parameters)),
     },
     Entry {
         name: "kmeans",
         summary: "k-means, 8 clusters in 8 dimensions, four rounds; an operation is a point labelled",
+        honours_compute: false,
         make: |parameters| Box::new(kmeans::KMeans::new(parameters)),
     },
     Entry {
         name: "pagerank",
         summary: "PageRank on a graph with power-law degrees, three rounds; an operation is an edge",
+        honours_compute: false,
         make: |parameters| Box::new(graph_walks::PageRank::new(parameters)),
     },
     Entry {
         name: "bfs",
         summary: "two breadth-first searches of the same graph; an operation is an edge",
+        honours_compute: false,
         make: |parameters| Box::new(graph_walks::BreadthFirst::new(parameters)),
     },
     Entry {
         name: "lu",
         summary: "LU factorisation of a tall matrix, blocked, with partial pivoting, as LINPACK's; an \
                   operation is a multiplication and a subtraction",
+        honours_compute: false,
         make: |parameters| Box::new(lu::Lu::new(parameters)),
     },
     Entry {
         name: "data-frame",
         summary: "scans, filters and group-bys on a table of taxi trips by columns; an operation is a \
                   row that a query looks at",
+        honours_compute: false,
         make: |parameters| Box::new(data_frame::DataFrame::new(parameters)),
     },
 ];

@@ -1,0 +1,219 @@
+//! Batches of pages on their way to a memory server and back, by the client library that pagers use, and
+//! the same over a raw socket: what our protocol and our two programs add to TCP.
+//!
+//! One batch after the other, each waited for. The library's batches are as the pager makes them: a write
+//! of as many extents as pages, and reads of single pages that go out together. The raw socket's are one
+//! request of all pages in a row.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use crossbeam_channel::{Receiver, unbounded};
+use outram_backend::remote::{
+    DataConn, Extent, RemoteConfig, Session as Lease, SessionEvent, Timing,
+};
+use outram_wire::identity::Identity;
+use outram_wire::server::{SessionSecret, SlabId};
+use outram_wire::tls::TlsFiles;
+use outram_wire::units::VmId;
+use outram_wire::verbs::Choice;
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::floors::RANGE;
+use super::layout::pin_self;
+use super::page_store::Client;
+use super::session::{SLAB_BYTES, Session};
+use super::usage::{ThreadUsage, process_cpu};
+use super::watched_memory::PAGE_BYTES;
+
+/// What is done with batches of [`RANGE`] pages.
+pub const BATCHES: [&str; 2] = [
+    "64 pages written to a server",
+    "64 pages read from a server",
+];
+
+/// Bytes of a batch.
+const BATCH_BYTES: usize = RANGE * PAGE_BYTES;
+/// Longest wait for a server.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Batches of one sort, done one after the other.
+struct Done {
+    pages: u64,
+    took: Duration,
+    client: Duration,
+    server: Duration,
+}
+
+/// Measures both ways, by the library and raw.
+pub fn measure(session: &mut Session) -> Result<()> {
+    // A batch costs what some eight single pages do.
+    let count = (session.settings.faults / 8).max(1);
+    let store = session.page_store(RANGE)?;
+    let raw = Client::connect(&store.address)?;
+    let ours = Line::open(session)?;
+    let cpus = session.layout.pager.clone();
+    let (ours_pid, raw_pid) = (session.server.pid(), store.pid());
+    // A thread of its own, so that it alone is pinned.
+    let measured = std::thread::spawn(move || -> Result<_> {
+        pin_self(&cpus)?;
+        let (mut ours, mut raw) = (ours, raw);
+        let pages: Vec<u8> = (0..BATCH_BYTES).map(|at| (at % 251) as u8).collect();
+        let mut back = vec![0; BATCH_BYTES];
+        let measured = [
+            times(count, ours_pid, || ours.write(&pages))?,
+            times(count, raw_pid, || raw.write_run(0, &pages))?,
+            times(count, ours_pid, || ours.read(&mut back))?,
+        ];
+        ensure!(
+            back == pages,
+            "WRONG RESULT: pages came back with other bytes"
+        );
+        back.fill(0);
+        let last = times(count, raw_pid, || raw.read_run(0, &mut back))?;
+        ensure!(back == pages, "the raw socket brings other bytes");
+        ours.close()?;
+        let [written, raw_written, read] = measured;
+        Ok([(written, raw_written), (read, last)])
+    });
+    let measured = measured.join().expect("no panic")?;
+    for (what, (ours, raw)) in BATCHES.into_iter().zip(measured) {
+        note(session, what, &ours);
+        note(session, &format!("{what}, raw socket"), &raw);
+    }
+    Ok(())
+}
+
+fn note(session: &mut Session, what: &str, done: &Done) {
+    let results = &mut session.results;
+    let pages = done.pages as f64;
+    let rate = pages / done.took.as_secs_f64();
+    results.note(&format!("{what}: rate"), "pages/s", rate);
+    for (who, cpu) in [("client", done.client), ("server", done.server)] {
+        let us = cpu.as_secs_f64() * 1e6 / pages;
+        results.note(&format!("{what}: CPU of {who}"), "µs/page", us);
+    }
+}
+
+fn times(count: usize, server: u32, mut batch: impl FnMut() -> Result<()>) -> Result<Done> {
+    // Buffers grow at first.
+    batch()?;
+    let (client, serving) = (ThreadUsage::now()?, process_cpu(server)?);
+    let began = Instant::now();
+    for _ in 0..count {
+        batch()?;
+    }
+    Ok(Done {
+        took: began.elapsed(),
+        pages: (count * RANGE) as u64,
+        client: ThreadUsage::now()?.since(&client).cpu,
+        server: process_cpu(server)?.saturating_sub(serving),
+    })
+}
+
+/// A session with the memory server, a slab of it and a connection.
+struct Line {
+    lease: Lease,
+    conn: DataConn,
+    slab: SlabId,
+}
+
+impl Line {
+    fn open(session: &Session) -> Result<Self> {
+        let pki = |file: &str| session.lab.path("pki").join(file);
+        let files = TlsFiles {
+            ca: pki("ca.pem"),
+            cert: pki("client.pem"),
+            key: pki("client.key"),
+        };
+        let address = session.server_address.parse();
+        let config = RemoteConfig {
+            addresses: vec![address.context("the memory server's address")?],
+            identity: Arc::new(Identity::load(files)?),
+            vm: VmId(uuid::Uuid::new_v4()),
+            secret: SessionSecret::random()?,
+            arrives: false,
+            data_connections: 1,
+            rdma: Choice::Off,
+            timing: Timing::default(),
+        };
+        let (sender, events) = unbounded();
+        let lease = Lease::start(0, &config, SLAB_BYTES, sender)?;
+        lease.request_slab();
+        let (conn, slab) = granted(&events)?;
+        Ok(Self { lease, conn, slab })
+    }
+
+    fn extent(&self, page: usize) -> Extent {
+        Extent {
+            slab: self.slab,
+            offset: (page * PAGE_BYTES) as u32,
+            length: PAGE_BYTES as u32,
+        }
+    }
+
+    fn write(&mut self, pages: &[u8]) -> Result<()> {
+        let extents: Vec<Extent> = (0..RANGE).map(|page| self.extent(page)).collect();
+        let pieces: Vec<&[u8]> = pages.chunks(PAGE_BYTES).collect();
+        self.conn.submit_write(0, &extents, &pieces)?;
+        self.finish(|_, _| {})
+    }
+
+    fn read(&mut self, into: &mut [u8]) -> Result<()> {
+        for page in 0..RANGE {
+            let extent = self.extent(page);
+            self.conn.queue_read(page as u64, &[extent])?;
+        }
+        self.finish(|page, bytes| {
+            let start = page as usize * PAGE_BYTES;
+            into[start..start + PAGE_BYTES].copy_from_slice(bytes);
+        })
+    }
+
+    /// Sends what is queued and takes replies until none is due.
+    fn finish(&mut self, mut take: impl FnMut(u64, &[u8])) -> Result<()> {
+        let mut refused = None;
+        loop {
+            self.conn.flush()?;
+            self.conn.receive(|id, outcome| match outcome {
+                Ok(bytes) => take(id, bytes),
+                Err(error) => refused = Some(error),
+            })?;
+            if let Some(error) = refused {
+                return Err(error).context("the memory server refused");
+            }
+            if self.conn.pending() == 0 {
+                return Ok(());
+            }
+            let mut wanted = PollFlags::IN;
+            wanted.set(PollFlags::OUT, self.conn.wants_write());
+            let fd = self.conn.as_fd();
+            poll(&mut [PollFd::new(&fd, wanted)], None)?;
+        }
+    }
+
+    fn close(self) -> Result<()> {
+        drop(self.conn);
+        self.lease.close(PATIENCE).context("giving the slab back")
+    }
+}
+
+/// Waits for a connection and a slab.
+fn granted(events: &Receiver<SessionEvent>) -> Result<(DataConn, SlabId)> {
+    let deadline = Instant::now() + PATIENCE;
+    let (mut found, mut leased) = (None, None);
+    loop {
+        match events.recv_deadline(deadline)? {
+            SessionEvent::DataConnection { conn, .. } => found = Some(conn),
+            SessionEvent::Leased { slab, .. } => leased = Some(slab),
+            SessionEvent::LeaseRefused { reason, .. } => bail!("no slab: {reason:?}"),
+            _ => {}
+        }
+        match (found.take(), leased) {
+            (Some(conn), Some(slab)) => return Ok((conn, slab)),
+            (conn, _) => found = conn,
+        }
+    }
+}
