@@ -186,6 +186,7 @@ fn an_interrupted_run_leaves_what_it_measured() -> Result<()> {
     kill(Pid::from_raw(run.id() as i32), Signal::SIGINT)?;
     let output = run.wait_with_output()?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    round.with_context(|| said.clone())?;
     ensure!(
         output.status.code() == Some(130),
         "{}: {said}",
