@@ -8,5 +8,6 @@ pub mod engine;
 pub mod far_disk;
 pub mod fuzzing;
 pub mod handover;
+mod holes;
 pub mod pager;
 pub mod remote;

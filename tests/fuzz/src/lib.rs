@@ -20,7 +20,7 @@ use outram_backend::engine::slots::{GroupPlace, SlabRef, SlotPool};
 use outram_backend::engine::staging::StagingPool;
 use outram_backend::engine::stats::Stats;
 use outram_backend::engine::table::{ENTRY_WORDS, Entry, PageTable, State, Words};
-use outram_backend::engine::{PageIndex, PageSize, Shared, StagingSlot};
+use outram_backend::engine::{PageIndex, PageRun, PageSize, Shared, StagingSlot};
 use outram_backend::fuzzing::{self, LeftBehind};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::metadata;
@@ -345,9 +345,13 @@ fn left(words: &[u64]) -> Shared {
     slots.restore(&places.collect::<Vec<_>>(), GROUPS);
     let words: Vec<_> = words.iter().map(|word| (*word).into()).collect();
     let words: Box<dyn Words> = Box::new(words);
+    let all = PageRun {
+        first: PageIndex(0),
+        count: PAGES,
+    };
     Shared {
         page_size: PageSize::BASE,
-        table: PageTable::new(words),
+        table: PageTable::new(words, &[all]),
         budget: Budget::new(PAGES.into(), PageSize::BASE),
         staging: StagingPool::new(0),
         compressed: CompressedPool::default(),

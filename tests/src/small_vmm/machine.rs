@@ -313,6 +313,15 @@ fn obey(command: &Value, board: &Board) -> Result<Value> {
 
 fn use_stretch(action: &str, command: &Value, board: &Board) -> Result<Value> {
     let (page, pages) = (number(command, "page")?, number(command, "pages")?);
+    if matches!(action, "discard" | "remap") {
+        // Also of far more pages than were ever used.
+        match action {
+            "discard" => board.ram.discard(page, pages)?,
+            _ => board.ram.remap(page, pages)?,
+        }
+        board.versions.forget(page, pages);
+        return Ok(json!({"pages": pages}));
+    }
     let stretch = Stretch::new(&board.ram, &board.versions, page, pages)?;
     match action {
         "fill" => stretch.fill(),
@@ -342,16 +351,6 @@ fn use_stretch(action: &str, command: &Value, board: &Board) -> Result<Value> {
                 rounds: number(command, "rounds")?,
             };
             Race::new(&board.ram, &stretch, page).run(players, &stretch)
-        }
-        "discard" => {
-            board.ram.discard(page, pages)?;
-            stretch.forget();
-            Ok(json!({"pages": pages}))
-        }
-        "remap" => {
-            board.ram.remap(page, pages)?;
-            stretch.forget();
-            Ok(json!({"pages": pages}))
         }
         "unmap" => {
             board.ram.unmap(page, pages)?;

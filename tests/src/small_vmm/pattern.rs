@@ -2,10 +2,11 @@
 //! version that rises with each rewrite, so that a stale page is a mismatch. About every other page has
 //! each word four times, so that it compresses.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -19,23 +20,38 @@ use crate::split_mix::{GOLDEN, SplitMix};
 const PAGE: u64 = PAGE_SIZE as u64;
 pub(super) const WORDS: usize = PAGE_SIZE / 8;
 
-/// The versions of pages; 0 is a page never written, which reads as zeros.
+/// The versions of pages; 0 is a page never written, which reads as zeros. RAM may be far larger than what is
+/// used of it.
 #[derive(Default)]
-pub(super) struct Versions(std::sync::RwLock<Vec<Arc<AtomicU32>>>);
+pub(super) struct Versions(Mutex<Known>);
+
+#[derive(Default)]
+struct Known {
+    pages: u64,
+    /// Those of pages that somebody has used.
+    of: BTreeMap<u64, Arc<AtomicU32>>,
+}
 
 impl Versions {
     /// There are this many pages now; new ones were never written.
     pub(super) fn resize(&self, pages: u64) {
-        let mut versions = self.0.write().expect("no holder panics");
-        versions.resize_with(pages as usize, Arc::default);
+        let mut known = self.0.lock().expect("no holder panics");
+        known.pages = pages;
+        known.of.split_off(&pages);
     }
 
     fn of(&self, page: u64) -> Result<Arc<AtomicU32>> {
-        let versions = self.0.read().expect("no holder panics");
-        versions
-            .get(page as usize)
-            .cloned()
-            .with_context(|| format!("there is no page {page}"))
+        let mut known = self.0.lock().expect("no holder panics");
+        ensure!(page < known.pages, "there is no page {page}");
+        Ok(Arc::clone(known.of.entry(page).or_default()))
+    }
+
+    /// Notes that pages were given back.
+    pub(super) fn forget(&self, first: u64, pages: u64) {
+        let known = self.0.lock().expect("no holder panics");
+        for (_, version) in known.of.range(first..first + pages) {
+            version.store(0, Ordering::Relaxed);
+        }
     }
 }
 
@@ -172,13 +188,6 @@ impl Stretch {
         self.pages[index as usize]
             .2
             .store(version, Ordering::Relaxed);
-    }
-
-    /// Notes that the pages were given back.
-    pub(super) fn forget(&self) {
-        for (_, _, version) in &self.pages {
-            version.store(0, Ordering::Relaxed);
-        }
     }
 
     fn rewrite(&self, index: usize) -> Result<()> {

@@ -18,6 +18,7 @@ mod poison;
 mod races;
 mod refusals;
 mod servers;
+mod sparse;
 mod supervisor;
 mod suspend;
 mod tuning;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
             disk::TESTS,
             poison::TESTS,
             servers::TESTS,
+            sparse::TESTS,
             tuning::TESTS,
             crash::TESTS,
             crash_points::TESTS,

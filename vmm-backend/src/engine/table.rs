@@ -22,11 +22,15 @@
 //! An entry that is half-written when the process dies says the former state or the new one (see
 //! [`PageTable::store`]). What the former relies on must not be given to others before the new one is
 //! written.
+//!
+//! A guest may have far more memory than it ever touches, and its table is as sparse: merely to look at
+//! an entry would make memory for it. So the table knows, beside its file, which stretches of entries were
+//! ever stored to, and looks at no others.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::tag::Tag;
-use super::{Generation, PageIndex, SlotId, StagingSlot};
+use super::{Generation, PageIndex, PageRun, SlotId, StagingSlot};
 use crate::crash_points::{self, Point};
 
 /// Version of the table's format.
@@ -34,6 +38,10 @@ pub const TABLE_VERSION: u32 = 2;
 
 /// Words of an entry.
 pub const ENTRY_WORDS: usize = 4;
+
+/// Entries that are known together as touched or not: as many as lie in 4 KiB, the least that the file
+/// grows by.
+pub const STRETCH: u32 = (4096 / (ENTRY_WORDS * size_of::<u64>())) as u32;
 
 const DIRTY: u64 = 1 << 4;
 const PROTECTED: u64 = 1 << 5;
@@ -241,18 +249,35 @@ impl Words for Vec<AtomicU64> {
 /// The entries of all pages. Shared between threads; each entry has one writer at a time.
 pub struct PageTable {
     words: Box<dyn Words>,
+    /// A bit for each stretch: whether any of its entries was ever stored.
+    touched: Box<[AtomicU64]>,
+    /// Entries that were asked for.
+    #[cfg(test)]
+    asked: AtomicU64,
 }
 
 impl PageTable {
-    /// A table in `words`.
-    pub fn new(words: Box<dyn Words>) -> Self {
-        Self { words }
+    /// A table in `words`, of which those of the entries of `touched` may be anything; all others are
+    /// zeros.
+    pub fn new(words: Box<dyn Words>, touched: &[PageRun]) -> Self {
+        let stretches = (words.words().len() / ENTRY_WORDS).div_ceil(STRETCH as usize);
+        let table = Self {
+            words,
+            touched: (0..stretches.div_ceil(64)).map(|_| 0.into()).collect(),
+            #[cfg(test)]
+            asked: AtomicU64::new(0),
+        };
+        for run in touched.iter().filter(|run| run.count > 0) {
+            let last = run.end().0 - 1;
+            (run.first.0 / STRETCH..=last / STRETCH).for_each(|stretch| table.touch(stretch));
+        }
+        table
     }
 
     /// A table of absent pages in ordinary memory, for tests and simulation.
     pub fn in_memory(pages: u32) -> Self {
         let words = (0..pages as usize * ENTRY_WORDS).map(|_| AtomicU64::new(0));
-        Self::new(Box::new(words.collect::<Vec<_>>()))
+        Self::new(Box::new(words.collect::<Vec<_>>()), &[])
     }
 
     fn entry(&self, page: PageIndex) -> &[AtomicU64] {
@@ -265,13 +290,80 @@ impl PageTable {
         (self.words.words().len() / ENTRY_WORDS) as u32
     }
 
+    /// The bits of a stretch and of those after it that share a word, its own the lowest.
+    fn touched_from(&self, stretch: u32) -> u64 {
+        self.touched[(stretch / 64) as usize].load(Ordering::Acquire) >> (stretch % 64)
+    }
+
+    fn touch(&self, stretch: u32) {
+        // Nearly always it is noted already.
+        if self.touched_from(stretch) & 1 == 0 {
+            self.touched[(stretch / 64) as usize].fetch_or(1 << (stretch % 64), Ordering::Release);
+        }
+    }
+
+    /// Whether the page's entry may say anything else than that it was never touched.
+    pub fn is_touched(&self, page: PageIndex) -> bool {
+        self.touched_from(page.0 / STRETCH) & 1 != 0
+    }
+
+    /// The parts of a run whose pages were ever touched, with some of their neighbours, in order.
+    pub fn touched_in(&self, run: PageRun) -> impl Iterator<Item = PageRun> {
+        let end = run.end().0;
+        let mut next = run.first.0;
+        std::iter::from_fn(move || {
+            let part = self.next_touched(next, end)?;
+            next = part.end().0;
+            Some(part)
+        })
+    }
+
+    /// The first part, of one stretch, of the pages from `next` to `end`.
+    fn next_touched(&self, next: u32, end: u32) -> Option<PageRun> {
+        let mut stretch = next / STRETCH;
+        while stretch < end.div_ceil(STRETCH) {
+            let bits = self.touched_from(stretch);
+            if bits & 1 == 0 {
+                let left_of_word = 64 - stretch % 64;
+                stretch += bits.trailing_zeros().min(left_of_word);
+                continue;
+            }
+            let first = next.max(stretch * STRETCH);
+            let last = end.min((stretch + 1).saturating_mul(STRETCH));
+            return (first < last).then_some(PageRun {
+                first: PageIndex(first),
+                count: last - first,
+            });
+        }
+        None
+    }
+
+    /// Entries that were asked for since this was last called.
+    #[cfg(test)]
+    pub(super) fn take_asked(&self) -> u64 {
+        self.asked.swap(0, Ordering::Relaxed)
+    }
+
+    fn note_asked(&self) {
+        #[cfg(test)]
+        self.asked.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// The page's state alone.
     pub fn state(&self, page: PageIndex) -> State {
-        State::decode(self.entry(page)[0].load(Ordering::Acquire))
+        self.note_asked();
+        match self.is_touched(page) {
+            true => State::decode(self.entry(page)[0].load(Ordering::Acquire)),
+            false => State::Absent,
+        }
     }
 
     /// The page's entry.
     pub fn load(&self, page: PageIndex) -> Entry {
+        self.note_asked();
+        if !self.is_touched(page) {
+            return Entry::ABSENT;
+        }
         let entry = self.entry(page);
         let low = entry[0].load(Ordering::Acquire);
         Entry::decode([
@@ -286,6 +378,7 @@ impl PageTable {
     /// that does not need what is missing: what the new state relies on is written before the word
     /// with the state, what only the former state relied on after it.
     pub fn store(&self, page: PageIndex, entry: &Entry) {
+        self.touch(page.0 / STRETCH);
         for (step, (word, value)) in self.steps(page, entry).into_iter().enumerate() {
             if step == ENTRY_WORDS / 2 {
                 crash_points::pass(Point::EntryHalfWritten);
@@ -318,6 +411,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    fn run(first: u32, count: u32) -> PageRun {
+        PageRun {
+            first: PageIndex(first),
+            count,
+        }
+    }
 
     fn entries() -> impl Strategy<Value = Entry> {
         let slot = proptest::option::of((0..1u32 << 24, 0..1u32 << 24));
@@ -462,6 +562,39 @@ mod tests {
                 assert_eq!(found.generation, Generation(9));
             }
         }
+    }
+
+    #[test]
+    fn touched_stretches_are_found_and_no_others() {
+        let (first, count) = (PageIndex(100), 200 * STRETCH);
+        let table = PageTable::new(
+            PageTable::in_memory(first.0 + count).words,
+            &[PageRun { first, count: 1 }, run(130 * STRETCH - 1, 2)],
+        );
+        let entry = Entry::ABSENT.into_dirty_resident();
+        table.store(PageIndex(65 * STRETCH + 7), &entry);
+        let all: Vec<_> = table.touched_in(run(0, first.0 + count)).collect();
+        let stretch = |number: u32| run(number * STRETCH, STRETCH);
+        assert_eq!(all, [0, 65, 129, 130].map(stretch));
+        let some = table.touched_in(run(5, 65 * STRETCH + 7 - 5));
+        assert_eq!(
+            some.collect::<Vec<_>>(),
+            [run(5, STRETCH - 5), run(65 * STRETCH, 7)]
+        );
+        assert_eq!(table.touched_in(run(STRETCH, 64 * STRETCH)).count(), 0);
+        assert_eq!(table.touched_in(run(150 * STRETCH, 9)).count(), 0);
+        assert_eq!(table.load(PageIndex(65 * STRETCH + 7)), entry);
+    }
+
+    /// What was never touched is not looked at, whatever lies there.
+    #[test]
+    fn entries_that_were_never_touched_are_not_looked_at() {
+        let words = (0..2 * STRETCH as usize * ENTRY_WORDS).map(|_| AtomicU64::new(4));
+        let touched = PageRun::single(PageIndex(STRETCH));
+        let table = PageTable::new(Box::new(words.collect::<Vec<_>>()), &[touched]);
+        assert_eq!(table.state(PageIndex(STRETCH - 1)), State::Absent);
+        assert_eq!(table.load(PageIndex(0)), Entry::ABSENT);
+        assert_eq!(table.state(PageIndex(2 * STRETCH - 1)), State::Stored);
     }
 
     #[test]

@@ -75,7 +75,7 @@ pub fn left_behind(dir: &Path, files: &LeftBehind<'_>) -> io::Result<()> {
     }
     if let Ok(table) = state.open_table(record.vm) {
         let written = table.file().and_then(|file| written_pages(&file))?;
-        let table = PageTable::new(Box::new(table));
+        let table = PageTable::new(Box::new(table), &written);
         for page in written.into_iter().flat_map(|run| run.pages()) {
             let _ = table.load(page);
         }

@@ -25,6 +25,7 @@ use crate::engine::{PageIndex, PageRun, PageSize};
 use crate::handover::MemfdId;
 use crate::handover::Vmm;
 use crate::handover::discover::RamBlock;
+use crate::holes::data_in;
 
 /// Regions start at multiples of this many bytes in the page table, as shards do, with at least one
 /// page that is nobody's behind them: so that no run of pages crosses from one region into the
@@ -481,21 +482,12 @@ impl GuestRam {
         if let Some(pagemap) = &self.pagemap {
             return self.mapped(region, pagemap);
         }
-        let (start, memfd) = (region.file_offset(), &region.block.memfd);
-        let end = start + region.bytes();
-        let mut runs = Vec::new();
-        let mut at = start;
-        while at < end {
-            let data = match rustix::fs::seek(memfd, SeekFrom::Data(at)) {
-                Ok(data) if data < end => data,
-                Ok(_) | Err(rustix::io::Errno::NXIO) => break,
-                Err(errno) => return Err(errno.into()),
-            };
-            let hole = rustix::fs::seek(memfd, SeekFrom::Hole(data))?.min(end);
-            runs.push(region.run(data - start, hole - data));
-            at = hole;
-        }
-        Ok(runs)
+        let start = region.file_offset();
+        let data = data_in(&region.block.memfd, start..start + region.bytes())?;
+        let runs = data
+            .into_iter()
+            .map(|data| region.run(data.start - start, data.end - data.start));
+        Ok(runs.collect())
     }
 
     /// The pages of a region that the VMM has mapped.

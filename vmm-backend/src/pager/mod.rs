@@ -41,7 +41,6 @@ use outram_wire::tuning::{Tuning, Workers};
 use outram_wire::units::{Limit, PageSize, VmId, format_size};
 
 use crate::crash_points::{self, Point};
-use crate::engine::PageRun;
 use crate::engine::ages::Ages;
 use crate::engine::compressed::CompressedPool;
 use crate::engine::pace::Pace;
@@ -217,15 +216,8 @@ struct Held {
     uffds: Vec<Arc<Uffd>>,
     plugging: Plugging,
     record: Record,
-    /// Where it was a former process's: the pages of the table that may have been touched, each
-    /// entry recovered, and its slabs.
-    recovered: Option<Recovered>,
-}
-
-/// See [`Held::recovered`].
-struct Recovered {
-    written: Vec<PageRun>,
-    slabs: HashSet<SlabRef>,
+    /// Where it was a former process's, whose table is recovered by now: its slabs.
+    recovered: Option<HashSet<SlabRef>>,
 }
 
 /// Mounts a new guest's state directory, where a [`PreparedPager`] of the same configuration will
@@ -287,7 +279,7 @@ impl PreparedPager {
         state_dir.records().write_tuning(&config.tuning)?;
         let shared = Arc::new(Shared {
             page_size: size,
-            table: PageTable::new(Box::new(table)),
+            table: PageTable::new(Box::new(table), &[]),
             budget: budget::Budget::new(sizes.budget_pages, size),
             staging: staging::StagingPool::new(sizes.staging_pages),
             compressed: CompressedPool::default(),
@@ -455,9 +447,7 @@ impl PreparedPager {
             notes: Arc::clone(&notes),
             rule: Arc::clone(&rule),
             records: records.clone(),
-            known_slabs: held
-                .recovered
-                .map_or_else(HashSet::new, |found| found.slabs),
+            known_slabs: held.recovered.unwrap_or_default(),
         };
         threads.push(spawn("housekeeping", &gate, move || {
             keeping.work(&stopped)
@@ -625,9 +615,9 @@ impl Parts<'_> {
         };
         let regions = self.held.ram.regions().into_iter();
         for region in regions.filter(|region| range.contains(region.pages.first)) {
-            if let Some(recovered) = &self.held.recovered {
+            if self.held.recovered.is_some() {
                 // Watched by a former process, and since then.
-                thread.take_over(region.pages, &recovered.written);
+                thread.take_over(region.pages, &shared.table);
                 continue;
             }
             let populated = plugging::watch(&thread.shard.ports().uffd, &self.held.ram, &region)

@@ -28,6 +28,7 @@ use crate::crash_points::{self, Point};
 use crate::engine::eviction::Run;
 use crate::engine::shard::{Fault, FetchFailed, Shard};
 use crate::engine::slots::ServerIndex;
+use crate::engine::table::PageTable;
 use crate::engine::{
     Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SlotId, StagedPage,
     StagingSlot,
@@ -456,12 +457,10 @@ impl ShardThread {
         pages.for_each(|page| self.shard.adopt_populated(page));
     }
 
-    /// Takes a region over from a former process; `written` are the pages whose entries it may have
-    /// used, recovered by now.
-    pub(super) fn take_over(&mut self, region: PageRun, written: &[PageRun]) {
+    /// Takes a region over from a former process, whose table is recovered by now.
+    pub(super) fn take_over(&mut self, region: PageRun, table: &PageTable) {
         self.shard.plug(region);
-        let own = written.iter().filter_map(|run| intersect(*run, region));
-        let pages = own.flat_map(PageRun::pages);
+        let pages = table.touched_in(region).flat_map(PageRun::pages);
         pages.for_each(|page| self.shard.adopt_recovered(page));
     }
 

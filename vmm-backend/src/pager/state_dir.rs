@@ -16,7 +16,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 use outram_wire::units::VmId;
-use rustix::fs::{FallocateFlags, FlockOperation, SeekFrom};
+use rustix::fs::{FallocateFlags, FlockOperation};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
@@ -25,6 +25,7 @@ use super::record::Records;
 use crate::engine::recovery::StagedBytes;
 use crate::engine::table::{ENTRY_WORDS, TABLE_VERSION, Words};
 use crate::engine::{PageIndex, PageRun, PageSize, StagingSlot};
+use crate::holes::data_in;
 
 /// First bytes of a table: what it is, before its version.
 const TABLE_MAGIC: &[u8; 8] = b"OUTRAMPT";
@@ -368,22 +369,13 @@ fn table_bytes(pages: u32) -> u64 {
 /// others would fill the table with pages of its own.
 pub(super) fn written_pages(table: &File) -> io::Result<Vec<PageRun>> {
     let end = table.metadata()?.len();
-    let mut runs = Vec::new();
-    let mut at = HEADER_BYTES;
-    while at < end {
-        let data = match rustix::fs::seek(table, SeekFrom::Data(at)) {
-            Ok(data) if data < end => data,
-            Ok(_) | Err(Errno::NXIO) => break,
-            Err(errno) => return Err(errno.into()),
-        };
-        at = rustix::fs::seek(table, SeekFrom::Hole(data))?.min(end);
-        let page = |offset: u64| ((offset - HEADER_BYTES) / ENTRY_BYTES) as u32;
-        runs.push(PageRun {
-            first: PageIndex(page(data)),
-            count: page(at) - page(data),
-        });
-    }
-    Ok(runs)
+    let page = |offset: u64| ((offset - HEADER_BYTES) / ENTRY_BYTES) as u32;
+    let runs = data_in(table, HEADER_BYTES..end)?.into_iter();
+    let runs = runs.map(|data| PageRun {
+        first: PageIndex(page(data.start)),
+        count: page(data.end) - page(data.start),
+    });
+    Ok(runs.collect())
 }
 
 /// Some bytes of a header.

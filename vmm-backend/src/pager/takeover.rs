@@ -6,7 +6,8 @@
 //!
 //! 1. The ranges are registered (again: it does no harm), so that no page comes into being unseen.
 //!    What the guest discards from then on is told by an event that nobody has read yet.
-//! 2. Every entry of the table is recovered, by what the guest's memory has of its page.
+//! 2. Every entry of the table that was ever written is recovered, by what the guest's memory has of its
+//!    page.
 //! 3. Sessions with the servers are resumed in the background, and the threads start. Whoever waited
 //!    is woken, for faults that were read by the dead process are not told again.
 //!
@@ -20,7 +21,6 @@
 //! Until the last step nothing has been changed that a further successor would not find.
 
 use std::collections::HashSet;
-use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -31,16 +31,14 @@ use outram_wire::server::SlabId;
 use outram_wire::tuning::Tuning;
 use outram_wire::units::{PageSize, VmId};
 
-use super::guest_ram::{GuestRam, intersect};
+use super::guest_ram::GuestRam;
 use super::inbox::Inbox;
 use super::limits::Standing;
 use super::plugging::{Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
-use super::{
-    Held, Pager, PagerConfig, PagerError, PreparedPager, Recovered, lock, pace_of, system,
-};
+use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, lock, pace_of, system};
 use crate::crash_points::{self, Point};
 use crate::engine::ages::Ages;
 use crate::engine::compressed::CompressedPool;
@@ -170,7 +168,9 @@ impl Orphan {
         let size = self.record.page_size;
         let table = self.state_dir.open_table(self.record.vm)?;
         let table_file = table.file().map_err(system("duplicating a descriptor"))?;
-        let table = PageTable::new(Box::new(table));
+        let written =
+            written_pages(&table_file).map_err(system("looking for the table's holes"))?;
+        let table = PageTable::new(Box::new(table), &written);
         let staging = Arc::new(self.state_dir.open_staging(size)?);
         let ram = Arc::new(self.find_ram(table.pages())?);
         crash_points::pass(Point::RecoverOpened);
@@ -201,10 +201,10 @@ impl Orphan {
         shared
             .compressed
             .set_capacity(sizes.compressed_pages, &shared.budget);
-        let recovered = recover_table(&shared, &table_file, &ram, &uffds, &staging)
+        let recovered = recover_table(&shared, &ram, &uffds, &staging)
             .map_err(system("taking guest RAM over again"))?;
         crash_points::pass(Point::RecoverTable);
-        fit_staging(&shared, &staging, sizes.staging_pages, &recovered.written)
+        fit_staging(&shared, &staging, sizes.staging_pages)
             .map_err(system("allocating the staging area"))?;
         crash_points::pass(Point::RecoverStaging);
         let remote = RemoteConfig {
@@ -216,7 +216,7 @@ impl Orphan {
         let (sender, events) = unbounded();
         let each = standing.reserve_bytes(remote.addresses.len());
         crash_points::pass(Point::RecoverSessions);
-        let sessions = resume_sessions(&remote, each, &recovered.slabs, &sender)?;
+        let sessions = resume_sessions(&remote, each, &recovered, &sender)?;
         let prepared = PreparedPager {
             config: PagerConfig {
                 vm: self.record.vm,
@@ -383,72 +383,68 @@ pub(super) fn places(block: &BlockRecord) -> Vec<PageRun> {
     places.collect()
 }
 
-/// Watches all RAM and recovers every entry of the table.
+/// Watches all RAM and recovers every entry of the table that says anything. Returns the slabs that
+/// hold pages.
 fn recover_table(
     shared: &Shared,
-    table: &File,
     ram: &GuestRam,
     uffds: &[Arc<Uffd>],
     staging: &StagingArea,
-) -> io::Result<Recovered> {
-    let before = written_pages(table)?;
+) -> io::Result<HashSet<SlabRef>> {
+    let table = &shared.table;
+    let before: Vec<PageRun> = table.touched_in(all_of(table)).collect();
     for region in ram.regions() {
         let shard = ram.shard_of(region.pages);
-        let mut is_present = vec![false; region.pages.count as usize];
-        let place = |page: PageIndex| (page.0 - region.pages.first.0) as usize;
         let populated = watch(&uffds[shard], ram, &region)?;
         crash_points::pass(Point::RecoverWatched);
-        for page in populated.into_iter().flat_map(PageRun::pages) {
-            is_present[place(page)] = true;
+        for page in populated.iter().flat_map(|run| run.pages()) {
             recover_page(shared, page, true, staging);
             crash_points::pass(Point::RecoverFirstEntry);
         }
-        let own = before
-            .iter()
-            .filter_map(|run| intersect(*run, region.pages));
-        for page in own.flat_map(PageRun::pages) {
-            if !is_present[place(page)] {
-                recover_page(shared, page, false, staging);
-            }
+        let own = table.touched_in(region.pages);
+        for page in without(own, populated) {
+            recover_page(shared, page, false, staging);
         }
     }
-    for page in before.iter().flat_map(|run| outside(ram, *run)) {
-        let entry = shared.table.load(page);
+    let regions = ram.regions();
+    let regions = regions.iter().map(|region| region.pages);
+    for page in without(before.into_iter(), regions) {
+        let entry = table.load(page);
         if entry.state != State::Absent {
-            shared.table.store(page, &entry.into_absent());
+            table.store(page, &entry.into_absent());
         }
     }
     shared.slots.forget_unclaimed();
     let slabs = shared.slots.groups().into_iter().map(|group| group.slab);
-    Ok(Recovered {
-        written: written_pages(table)?,
-        slabs: slabs.collect(),
+    Ok(slabs.collect())
+}
+
+fn all_of(table: &PageTable) -> PageRun {
+    PageRun {
+        first: PageIndex(0),
+        count: table.pages(),
+    }
+}
+
+/// The pages of some runs that are in none of some others; either are in order.
+fn without(
+    runs: impl Iterator<Item = PageRun>,
+    others: impl IntoIterator<Item = PageRun>,
+) -> impl Iterator<Item = PageIndex> {
+    let mut others = others.into_iter().peekable();
+    runs.flat_map(PageRun::pages).filter(move |page| {
+        while others.next_if(|other| other.end() <= *page).is_some() {}
+        others.peek().is_none_or(|other| !other.contains(*page))
     })
 }
 
-/// The pages of a run that are no RAM any longer.
-fn outside(ram: &GuestRam, run: PageRun) -> Vec<PageIndex> {
-    let mut next = run.first.0;
-    let mut pages = Vec::new();
-    for part in ram.parts(run) {
-        pages.extend((next..part.first.0).map(PageIndex));
-        next = part.end().0;
-    }
-    pages.extend((next..run.end().0).map(PageIndex));
-    pages
-}
-
 /// Backs the staging area as far as its capacity, and beyond that only what a page holds.
-fn fit_staging(
-    shared: &Shared,
-    staging: &StagingArea,
-    capacity: u32,
-    written: &[PageRun],
-) -> io::Result<()> {
+fn fit_staging(shared: &Shared, staging: &StagingArea, capacity: u32) -> io::Result<()> {
     staging.back(0, capacity)?;
-    let pages = written.iter().flat_map(|run| run.pages());
+    let table = &shared.table;
+    let pages = table.touched_in(all_of(table)).flat_map(PageRun::pages);
     let held: HashSet<u32> = pages
-        .filter_map(|page| shared.table.load(page).staging)
+        .filter_map(|page| table.load(page).staging)
         .map(|slot| slot.0)
         .collect();
     for slot in (capacity..staging.slots()).filter(|slot| !held.contains(slot)) {

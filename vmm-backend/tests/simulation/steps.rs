@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use outram_backend::engine::ages::Ages;
 use outram_backend::engine::budget::Budget;
@@ -17,7 +17,7 @@ use outram_backend::engine::shard::{FetchFailed, Shard};
 use outram_backend::engine::slots::SlotPool;
 use outram_backend::engine::staging::StagingPool;
 use outram_backend::engine::stats::Stats;
-use outram_backend::engine::table::{ENTRY_WORDS, PageTable, Words};
+use outram_backend::engine::table::{ENTRY_WORDS, PageTable, STRETCH, Words};
 use outram_backend::engine::{PageIndex, PageRun, PageSize, PinId, Shared, SharedRef};
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -91,11 +91,24 @@ impl Words for Lasting {
     }
 }
 
+/// What the file of such a table has data of.
+fn written(words: &TableWords) -> Vec<PageRun> {
+    let stretches = words.chunks(STRETCH as usize * ENTRY_WORDS);
+    let is_written =
+        |words: &[AtomicU64]| words.iter().any(|word| word.load(Ordering::Relaxed) != 0);
+    let written = (0..).zip(stretches).filter(|(_, words)| is_written(words));
+    let runs = written.map(|(number, words)| PageRun {
+        first: PageIndex(number * STRETCH),
+        count: (words.len() / ENTRY_WORDS) as u32,
+    });
+    runs.collect()
+}
+
 /// An engine's shared part over a table, with no staging slots yet.
 pub(crate) fn shared(words: TableWords, seal: Seal, lost_pages: LostPages) -> SharedRef {
     Arc::new(Shared {
         page_size: PageSize::BASE,
-        table: PageTable::new(Box::new(Lasting(words))),
+        table: PageTable::new(Box::new(Lasting(Arc::clone(&words))), &written(&words)),
         budget: Budget::new(LIMIT_FIRST, PageSize::BASE),
         staging: StagingPool::new(0),
         compressed: CompressedPool::of_chunks(1),

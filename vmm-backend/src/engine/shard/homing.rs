@@ -12,7 +12,7 @@ use super::*;
 /// Pages on their way at once: enough to keep the wire busy, few in front of the guest's own reads.
 const HOMING_MOST: usize = 32;
 
-/// Entries looked at in one go: some 100 µs, so that no fault waits long for a sparse table.
+/// Entries looked at in one go: some 100 µs, so that no fault waits long.
 const SCAN_MOST: u32 = 16_384;
 
 /// How far a shard's pages have come.
@@ -86,7 +86,9 @@ impl<P: Ports> Shard<P> {
             if homing.under_way.len() >= HOMING_MOST {
                 break;
             }
-            let Some(page) = self.plugged_from(homing.next) else {
+            // What was never touched is home.
+            let Some(page) = self.touched_from(homing.next) else {
+                homing.next = self.range.end();
                 break;
             };
             homing.next = PageIndex(page.0 + 1);

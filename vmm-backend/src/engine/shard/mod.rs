@@ -313,28 +313,28 @@ impl<P: Ports> Shard<P> {
 
     /// The guest gave pages back (balloon, free-page reporting).
     pub fn on_removed(&mut self, run: PageRun) {
-        for page in run.pages() {
-            if !self.is_plugged(page) {
-                continue;
+        self.for_known(run, |shard, page| {
+            if !shard.is_plugged(page) {
+                return;
             }
-            if self.shared.table.state(page) == State::Busy {
-                let is_certain = self.is_punched_by_guest(page);
-                *self.removed_while_busy.entry(page).or_default() |= is_certain;
+            if shard.shared.table.state(page) == State::Busy {
+                let is_certain = shard.is_punched_by_guest(page);
+                *shard.removed_while_busy.entry(page).or_default() |= is_certain;
             } else {
-                self.remove(page);
+                shard.remove(page);
             }
-        }
+        });
     }
 
     /// The VMM dropped its mapping of pages, and with it what was known of stores to them; the
     /// pages stay.
     pub fn on_mapping_dropped(&mut self, run: PageRun) {
-        for page in run.pages() {
-            let entry = self.shared.table.load(page);
+        self.for_known(run, |shard, page| {
+            let entry = shard.shared.table.load(page);
             if entry.state == State::Resident {
-                self.keep_as_dirty(page, entry);
+                shard.keep_as_dirty(page, entry);
             }
-        }
+        });
     }
 
     /// Whether a busy page is a hole that its run did not make. Where the run may have made it,
@@ -399,43 +399,48 @@ impl<P: Ports> Shard<P> {
 
     /// Slabs are gone for good, with all that lay in them.
     pub fn on_groups_lost(&mut self, groups: &HashSet<u32>) {
-        for page in self.parts.clone().into_iter().flat_map(PageRun::pages) {
-            let entry = self.shared.table.load(page);
-            if !entry.slot.is_some_and(|slot| groups.contains(&slot.group)) {
-                continue;
-            }
-            match entry.state {
-                State::Stored => match self.pending.remove(&page) {
-                    Some(pending) => {
-                        if matches!(pending.wait, Wait::Fetch { .. }) {
-                            self.shared.budget.release(1);
-                        }
-                        self.leave_queues(page, pending.wait);
-                        self.lose(page, pending);
+        for part in self.parts.clone() {
+            self.for_known(part, |shard, page| shard.drop_copy(page, groups));
+        }
+    }
+
+    /// A page's slot is gone, if it was in one of these groups.
+    fn drop_copy(&mut self, page: PageIndex, groups: &HashSet<u32>) {
+        let entry = self.shared.table.load(page);
+        if !entry.slot.is_some_and(|slot| groups.contains(&slot.group)) {
+            return;
+        }
+        match entry.state {
+            State::Stored => match self.pending.remove(&page) {
+                Some(pending) => {
+                    if matches!(pending.wait, Wait::Fetch { .. }) {
+                        self.shared.budget.release(1);
                     }
-                    None => self.set(
-                        page,
-                        Entry {
-                            state: State::Lost,
-                            slot: None,
-                            ..entry
-                        },
-                    ),
-                },
-                State::Resident => {
-                    self.set(
-                        page,
-                        Entry {
-                            slot: None,
-                            dirty: true,
-                            protected: false,
-                            ..entry
-                        },
-                    );
+                    self.leave_queues(page, pending.wait);
+                    self.lose(page, pending);
                 }
-                // A run in work finds out when it ends.
-                _ => {}
+                None => self.set(
+                    page,
+                    Entry {
+                        state: State::Lost,
+                        slot: None,
+                        ..entry
+                    },
+                ),
+            },
+            State::Resident => {
+                self.set(
+                    page,
+                    Entry {
+                        slot: None,
+                        dirty: true,
+                        protected: false,
+                        ..entry
+                    },
+                );
             }
+            // A run in work finds out when it ends.
+            _ => {}
         }
     }
 
@@ -444,10 +449,10 @@ impl<P: Ports> Shard<P> {
         self.frozen.push(run);
         // A new mapping has none of the old one's write protection: stores to it go unnoticed,
         // and only the pages' tags tell whether they changed.
-        for page in run.pages() {
-            let entry = self.shared.table.load(page);
+        self.for_known(run, |shard, page| {
+            let entry = shard.shared.table.load(page);
             if entry.state == State::Resident && entry.protected {
-                self.set(
+                shard.set(
                     page,
                     Entry {
                         protected: false,
@@ -455,7 +460,7 @@ impl<P: Ports> Shard<P> {
                     },
                 );
             }
-        }
+        });
     }
 
     /// All mappings are known again.
@@ -495,6 +500,27 @@ impl<P: Ports> Shard<P> {
         self.bring_home();
         self.give_slots_back();
         self.schedule_runs();
+    }
+
+    /// Does something to all pages of a run of which there is anything to know: they were touched once, or
+    /// somebody waits for them. A guest may have far more than those.
+    fn for_known(&mut self, run: PageRun, mut act: impl FnMut(&mut Self, PageIndex)) {
+        let shared = Arc::clone(&self.shared);
+        let keys = self.pending.keys().copied();
+        let mut awaited: Vec<PageIndex> = match self.pending.len() < run.count as usize {
+            true => keys.filter(|page| run.contains(*page)).collect(),
+            false => run
+                .pages()
+                .filter(|page| self.pending.contains_key(page))
+                .collect(),
+        };
+        awaited.retain(|page| !shared.table.is_touched(*page));
+        // The map has another order each time; a simulation has to go the same way again.
+        awaited.sort_unstable();
+        for page in shared.table.touched_in(run).flat_map(PageRun::pages) {
+            act(self, page);
+        }
+        awaited.into_iter().for_each(|page| act(self, page));
     }
 
     /// Changes a page's entry, and all that is counted by it.
@@ -954,12 +980,12 @@ impl<P: Ports> Shard<P> {
     /// The VMM mapped pages anew. It does so, when the guest is reset, where the guest was told of a
     /// memory error: what is lost is zero from now on.
     pub fn on_mapped_anew(&mut self, run: PageRun) {
-        for page in run.pages() {
-            let is_told = self.shared.lost_pages == LostPages::Poison;
-            if is_told && self.shared.table.state(page) == State::Lost {
-                self.remove(page);
+        self.for_known(run, |shard, page| {
+            let is_told = shard.shared.lost_pages == LostPages::Poison;
+            if is_told && shard.shared.table.state(page) == State::Lost {
+                shard.remove(page);
             }
-        }
+        });
     }
 
     /// The guest gave a page back: it is zero from now on, unless it was touched again already.

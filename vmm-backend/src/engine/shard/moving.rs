@@ -15,17 +15,22 @@ impl<P: Ports> Shard<P> {
 
     /// A group of slabs is wanted back. Nothing new is placed in it already.
     pub fn on_vacate(&mut self, group: u32) {
-        for page in self.parts.clone().into_iter().flat_map(PageRun::pages) {
-            let entry = self.shared.table.load(page);
-            if entry.slot.is_none_or(|slot| slot.group != group) {
-                continue;
-            }
-            match entry.state {
-                State::Stored => self.to_move.push_back(page),
-                State::Resident => self.keep_as_dirty(page, entry),
-                // A run in work is looked at when it ends.
-                _ => {}
-            }
+        for part in self.parts.clone() {
+            self.for_known(part, |shard, page| shard.vacate(page, group));
+        }
+    }
+
+    /// Has a page leave its slot, if that is in this group.
+    fn vacate(&mut self, page: PageIndex, group: u32) {
+        let entry = self.shared.table.load(page);
+        if entry.slot.is_none_or(|slot| slot.group != group) {
+            return;
+        }
+        match entry.state {
+            State::Stored => self.to_move.push_back(page),
+            State::Resident => self.keep_as_dirty(page, entry),
+            // A run in work is looked at when it ends.
+            _ => {}
         }
     }
 

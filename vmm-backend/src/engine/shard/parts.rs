@@ -84,9 +84,7 @@ impl<P: Ports> Shard<P> {
             "what was never plugged is unplugged"
         );
         self.unplugging.push(run);
-        for page in run.pages() {
-            self.forget(page);
-        }
+        self.for_known(run, Self::forget);
         self.ports.wake(run);
     }
 
@@ -116,6 +114,20 @@ impl<P: Ports> Shard<P> {
     pub(super) fn plugged_from(&self, page: PageIndex) -> Option<PageIndex> {
         let place = self.parts.partition_point(|part| part.end() <= page);
         Some(self.parts.get(place)?.first.max(page))
+    }
+
+    /// The first page that is there and that was touched once, or lies beside such, from this one on.
+    pub(super) fn touched_from(&self, page: PageIndex) -> Option<PageIndex> {
+        let place = self.parts.partition_point(|part| part.end() <= page);
+        self.parts[place..].iter().find_map(|part| {
+            let first = part.first.max(page);
+            let rest = PageRun {
+                first,
+                count: part.end().0 - first.0,
+            };
+            let touched = self.shared.table.touched_in(rest).next()?;
+            Some(touched.first)
+        })
     }
 
     /// Whether the page is there, and not on its way out.

@@ -11,4 +11,5 @@ mod parts;
 mod pins;
 mod removal;
 mod room;
+mod sparse;
 mod writeback;

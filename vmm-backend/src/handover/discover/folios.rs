@@ -3,7 +3,7 @@
 //! Shared-memory THP has to be off when a guest is taken over (see `host`). But a guest that was
 //! started while it was on may hold large folios from then, and punching one page of such a folio
 //! would zero it in place. Where the kernel's counters say that there is none on the whole host,
-//! nothing is looked at; else every mapped page's flags are (`/proc/PID/pagemap`,
+//! nothing is looked at; else the flags of every mapped page that the file has are (`/proc/PID/pagemap`,
 //! `/proc/kpageflags`; Documentation/admin-guide/mm/pagemap.rst).
 
 use std::fs::{self, File};
@@ -12,6 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::{RamBlock, Refusal};
+use crate::holes::data_in;
 
 const PAGE: u64 = 4096;
 const KPAGEFLAGS: &str = "/proc/kpageflags";
@@ -36,11 +37,16 @@ pub(super) fn check(pid: i32, blocks: &[RamBlock]) -> Result<(), Refusal> {
         .iter()
         .filter(|block| block.huge_page_bytes.is_none());
     for block in plain {
-        if let Some(address) = find(pid, block.hva, block.length)? {
-            return Err(Refusal::LargeFolio {
-                name: block.name.clone(),
-                offset: address - block.hva,
-            });
+        let start = block.file_offset;
+        let data = data_in(&block.memfd, start..start + block.length);
+        for data in data.map_err(|source| unreadable(block.name.as_ref(), source))? {
+            let address = block.hva + (data.start - start);
+            if let Some(found) = find(pid, address, data.end - data.start)? {
+                return Err(Refusal::LargeFolio {
+                    name: block.name.clone(),
+                    offset: found - block.hva,
+                });
+            }
         }
     }
     Ok(())

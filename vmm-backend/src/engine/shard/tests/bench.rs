@@ -233,10 +233,10 @@ const SLAB: SlabRef = SlabRef { server: 0, slab: 0 };
 
 /// What a guest's shards share: room for `limit` pages, `staging` staging slots, one slab.
 pub(super) fn shared(limit: u64, staging: u32) -> SharedRef {
-    shared_with(limit, staging, LostPages::Stop)
+    shared_with(limit, staging, LostPages::Stop, PAGES)
 }
 
-fn shared_with(limit: u64, staging: u32, lost_pages: LostPages) -> SharedRef {
+fn shared_with(limit: u64, staging: u32, lost_pages: LostPages, pages: u32) -> SharedRef {
     let stats = Stats::new();
     let slots = SlotPool::new(1);
     slots.set_connected(0, true);
@@ -244,7 +244,7 @@ fn shared_with(limit: u64, staging: u32, lost_pages: LostPages) -> SharedRef {
     slots.set_keep_allowance(8);
     Arc::new(Shared {
         page_size: PageSize::BASE,
-        table: PageTable::in_memory(PAGES),
+        table: PageTable::in_memory(pages),
         budget: Budget::new(limit, PageSize::BASE),
         staging: StagingPool::new(staging),
         compressed: CompressedPool::of_chunks(1),
@@ -273,11 +273,21 @@ impl Bench {
 
     /// The same, whose guest is told of lost pages by memory errors.
     pub(super) fn poisoning() -> Self {
-        Self::of(0, &shared_with(100, 32, LostPages::Poison))
+        Self::of(0, &shared_with(100, 32, LostPages::Poison, PAGES))
+    }
+
+    /// The same, of a guest with so many pages, all of them the shard's.
+    pub(super) fn of_many(pages: u32) -> Self {
+        let shared = shared_with(100, 32, LostPages::Poison, pages);
+        Self::of_range(run(0, pages), &shared)
     }
 
     /// The shard whose first page is `first`.
     pub(super) fn of(first: u32, shared: &SharedRef) -> Self {
+        Self::of_range(run(first, SHARD_PAGES), shared)
+    }
+
+    fn of_range(range: PageRun, shared: &SharedRef) -> Self {
         let script = Script {
             shared: Arc::clone(shared),
             memory: BTreeMap::new(),
@@ -294,7 +304,6 @@ impl Bench {
             alerts: 0,
             clock_us: 0,
         };
-        let range = run(first, SHARD_PAGES);
         let policy = Box::new(TwoQueues::new(range, shared.ages.clock()));
         let mut shard = Shard::new(range, Arc::clone(shared), script, policy);
         shard.plug(range);
