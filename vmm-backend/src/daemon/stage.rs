@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use outram_wire::control::{Counters, HomingStatus, Phase, ServerStatus, Status};
 use outram_wire::identity::{Identity, IdentityStatus};
 use outram_wire::seal::Seal;
-use outram_wire::units::format_size;
+use outram_wire::units::{PageSize, format_size};
 use rustls::ClientConfig;
 
 use super::config::Config;
@@ -20,8 +20,16 @@ use crate::pager::{Course, DISK_TABLE, HEADROOM_BYTES, MemoryReport, PreparedPag
 use crate::remote;
 
 /// Anonymous memory of a backend that is not counted against its guest's limit: code's data,
-/// stacks, connection buffers, and the eviction queue of a guest with up to 64 GiB resident.
-pub(super) const FIXED_ANON_BYTES: u64 = 64 << 20;
+/// stacks, connection buffers, and what the eviction policy keeps of a guest with up to 16 GiB resident.
+const FIXED_ANON_BYTES: u64 = 64 << 20;
+
+/// The same without the policy, which has the most of it where a guest is larger than that.
+const OWN_ANON_BYTES: u64 = 16 << 20;
+
+/// What the eviction policy keeps of a page that was ever in memory, and of one that is: measured by
+/// `a_page_that_is_there_costs_eight_bytes_beside_its_arrival`.
+const ARRIVAL_BYTES: u64 = 4;
+const QUEUED_BYTES: u64 = 8;
 
 /// Anonymous memory of a far-memory disk: buffers of its requests and connections. Its table lies beside
 /// the page table.
@@ -213,7 +221,8 @@ impl Daemon {
             kernel_staging_bytes: memory.kernel_staging,
             kernel_table_bytes: memory.kernel_table + self.disk_table_bytes(),
             kernel_anon_bytes: anonymous_bytes(),
-            fixed_anon_bytes: FIXED_ANON_BYTES + self.disk_anon_bytes(),
+            fixed_anon_bytes: fixed_anon_bytes(&memory, self.config.page_size)
+                + self.disk_anon_bytes(),
             headroom_bytes: HEADROOM_BYTES,
             counters: guest
                 .map(|guest| guest.counters())
@@ -321,6 +330,13 @@ fn shrinking(memory: &MemoryReport) -> Option<String> {
     let local = memory.resident + memory.staged + memory.compressed;
     let over = local.saturating_sub(memory.limit + HEADROOM_BYTES);
     (over > 0).then(|| format!("{} above its limit, on their way out", format_size(over)))
+}
+
+/// Anonymous memory that a backend may take beside its guest's limit, without a far-memory disk.
+fn fixed_anon_bytes(memory: &MemoryReport, page_size: PageSize) -> u64 {
+    let pages = |bytes: u64| bytes / page_size.bytes();
+    let policy = ARRIVAL_BYTES * pages(memory.ram) + QUEUED_BYTES * pages(memory.limit);
+    FIXED_ANON_BYTES.max(OWN_ANON_BYTES + policy)
 }
 
 /// This process's anonymous memory, by the kernel's count.

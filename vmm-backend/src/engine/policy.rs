@@ -1,7 +1,10 @@
 //! Which pages to evict. Separate from how: a policy sees pages come, and names runs to go.
 
-use std::collections::VecDeque;
+mod queue;
+
 use std::sync::Arc;
+
+use queue::Queue;
 
 use super::ages::Clock;
 use super::pace::block_of;
@@ -55,8 +58,8 @@ pub struct TwoQueues {
     /// Pages that are queued at an arrival of theirs.
     present: usize,
     clock: Arc<Clock>,
-    fresh: VecDeque<(PageIndex, u32)>,
-    proven: VecDeque<(PageIndex, u32)>,
+    fresh: Queue,
+    proven: Queue,
     /// Of all that is queued, what may be in `proven`.
     proven_share: f64,
 }
@@ -73,6 +76,11 @@ const SHARE_MOST: f64 = 0.9;
 /// of it key-value stores miss more, with four times of it what moves on does.)
 const PROVEN_COUNTS: f64 = 8.0;
 
+/// Of pages that are there, the share that may be queued beside them though they departed or arrived again,
+/// and how many may be in any case.
+const STALE_SHARE: usize = 4;
+const STALE_FEW: usize = 8;
+
 fn is_queued(arrival: u32) -> bool {
     arrival >= Clock::FIRST
 }
@@ -85,8 +93,8 @@ impl TwoQueues {
             arrivals: vec![LEFT_FRESH; range.count as usize],
             present: 0,
             clock,
-            fresh: VecDeque::new(),
-            proven: VecDeque::new(),
+            fresh: Queue::default(),
+            proven: Queue::default(),
             proven_share: SHARE_LEAST,
         }
     }
@@ -103,7 +111,7 @@ impl TwoQueues {
     }
 
     /// The queue to draw from.
-    fn due(&mut self) -> &mut VecDeque<(PageIndex, u32)> {
+    fn due(&mut self) -> &mut Queue {
         let queued = self.proven.len() + self.fresh.len();
         let is_long = self.proven.len() as f64 > self.proven_share * queued as f64;
         match is_long || self.fresh.is_empty() {
@@ -115,7 +123,7 @@ impl TwoQueues {
     /// What goes next, still in its queue; drops what departed or arrived again since.
     fn peek_oldest(&mut self) -> Option<(PageIndex, u32)> {
         loop {
-            let (page, arrival) = *self.due().front()?;
+            let (page, arrival) = self.due().front()?;
             if self.arrival(page) == arrival {
                 return Some((page, arrival));
             }
@@ -148,17 +156,17 @@ impl TwoQueues {
         self.proven_share = (self.proven_share + change).clamp(SHARE_LEAST, SHARE_MOST);
     }
 
-    /// Drops what departed or arrived again since, before it outgrows what is there: each page
+    /// Drops some of what departed or arrived again since, before it outgrows what is there: each page
     /// is queued once at most. The range may be far larger than what is ever plugged of it.
     fn tidy(&mut self) {
-        if self.fresh.len() + self.proven.len() <= 2 * self.present {
+        let queued = self.fresh.len() + self.proven.len();
+        if queued <= self.present + self.present / STALE_SHARE + STALE_FEW {
             return;
         }
         let (first, arrivals) = (self.first.0, &self.arrivals);
-        let is_current =
-            |queued: &(PageIndex, u32)| arrivals[(queued.0.0 - first) as usize] == queued.1;
-        self.fresh.retain(is_current);
-        self.proven.retain(is_current);
+        let is_current = |page: PageIndex, arrival| arrivals[(page.0 - first) as usize] == arrival;
+        self.fresh.tidy(is_current);
+        self.proven.tidy(is_current);
     }
 
     /// Places in the queues, also of pages that are there no longer.
@@ -193,10 +201,10 @@ impl Policy for TwoQueues {
         let had_left = self.arrival(page);
         self.set_arrival(page, number);
         match arrival {
-            Arrival::New => self.fresh.push_back((page, number)),
+            Arrival::New => self.fresh.push_back(page, number),
             Arrival::Refault => {
                 self.adapt(had_left);
-                self.proven.push_back((page, number));
+                self.proven.push_back(page, number);
             }
         }
         self.tidy();
@@ -246,6 +254,8 @@ impl Policy for TwoQueues {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
+
     use super::*;
 
     fn policy(pages: u32) -> TwoQueues {
@@ -358,6 +368,42 @@ mod tests {
                 count: 3
             })
         );
+    }
+
+    /// Bytes of the queues for each page that is there.
+    fn queue_bytes(policy: &TwoQueues) -> f64 {
+        (policy.fresh.bytes() + policy.proven.bytes()) as f64 / policy.present as f64
+    }
+
+    /// 4 GiB that are there: filled, then made room in and given back.
+    #[test]
+    fn a_page_that_is_there_costs_eight_bytes_beside_its_arrival() {
+        const PAGES: u32 = 1 << 20;
+        let mut policy = policy(PAGES);
+        let spread = |number: u32| PageIndex(100 + number.wrapping_mul(0x9e37_79b1) % PAGES);
+        for number in 0..PAGES {
+            policy.arrived(spread(number), Arrival::New);
+        }
+        assert_eq!(policy.present, PAGES as usize);
+        assert!(queue_bytes(&policy) < 6.2, "{}", queue_bytes(&policy));
+        let mut most = 0.0f64;
+        for number in 0..2 * PAGES {
+            let page = spread(number);
+            match number % 3 {
+                0 => policy.departed(page),
+                1 => drop(policy.choose(2, 1, &mut |_| true)),
+                _ => {}
+            }
+            if !is_queued(policy.arrival(page)) {
+                let arrivals = [Arrival::New, Arrival::New, Arrival::Refault];
+                policy.arrived(page, arrivals[number as usize / 5 % 3]);
+            }
+            if number % 1024 == 0 {
+                most = most.max(queue_bytes(&policy));
+            }
+        }
+        assert!(policy.present as u32 > PAGES / 2, "{}", policy.present);
+        assert!(most < 8.0, "{most} bytes for each page");
     }
 
     #[test]
