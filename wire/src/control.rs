@@ -182,6 +182,10 @@ pub struct Counters {
     pub compressed_pages: u64,
     /// Pages asked for before anybody waited for them: the guest went through its memory in order.
     pub fetched_ahead_pages: u64,
+    /// ... of which because the guest was expected to get there, and was seen to.
+    pub fetched_ahead_used_pages: u64,
+    /// ... of which for the same reason, but which left again without a sign of any use.
+    pub fetched_ahead_unused_pages: u64,
     /// Pages written to memory servers.
     pub writeback_pages: u64,
     /// Pages freed by the guest (balloon, free-page reporting).

@@ -350,6 +350,13 @@ fn add_counters(lines: &mut Lines, status: &Status) {
         ),
     );
     lines.add(
+        "fetched ahead",
+        &format!(
+            "{} pages; of those guessed, {} seen used and {} evicted unused",
+            c.fetched_ahead_pages, c.fetched_ahead_used_pages, c.fetched_ahead_unused_pages
+        ),
+    );
+    lines.add(
         "wire",
         &format!(
             "{} sent, {} received",

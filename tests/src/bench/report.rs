@@ -169,7 +169,10 @@ fn write_faults(out: &mut String, results: &Results) -> std::fmt::Result {
     for series in ours {
         if std::mem::take(&mut is_first) {
             let title = "Faults of the first round's run";
-            writeln!(out, "\n{title:<34}{headings}  evicted (clean)  pages")?;
+            writeln!(
+                out,
+                "\n{title:<34}{headings}  evicted (clean)  pages  ahead (accuracy)"
+            )?;
         }
         let counters = &series.runs[0].counters;
         let of = |name: &str| counters.get(name).copied().unwrap_or(0);
@@ -180,7 +183,15 @@ fn write_faults(out: &mut String, results: &Results) -> std::fmt::Result {
         let title = format!("{} at {}", series.workload, series.local_ratio);
         let (evicted, clean) = (of("evicted_pages"), of("evicted_clean_pages"));
         let pages = series.bytes / PAGE_BYTES as u64;
-        writeln!(out, "  {title:<32}{cells}  {evicted} ({clean})  {pages}")?;
+        let ahead = of("fetched_ahead_pages");
+        let accuracy = accuracy(
+            of("fetched_ahead_used_pages"),
+            of("fetched_ahead_unused_pages"),
+        );
+        writeln!(
+            out,
+            "  {title:<32}{cells}  {evicted} ({clean})  {pages}  {ahead} ({accuracy})"
+        )?;
     }
     Ok(())
 }
@@ -325,6 +336,14 @@ fn write_targets(out: &mut String, results: &Results) -> std::fmt::Result {
     Ok(())
 }
 
+/// The least share of pages fetched ahead that were used, of those of which anything is known.
+fn accuracy(used: u64, unused: u64) -> String {
+    match used + unused {
+        0 => "-".to_owned(),
+        judged => format!("≥ {} %", used * 100 / judged),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::ratios;
@@ -377,6 +396,13 @@ mod tests {
             assert!(rows.contains(&words(row)), "{row} is not in:\n{text}");
         }
         assert!(text.contains("UNFINISHED"), "{text}");
+    }
+
+    #[test]
+    fn accuracy_is_of_what_is_known() {
+        assert_eq!(accuracy(0, 0), "-");
+        assert_eq!(accuracy(995, 5), "≥ 99 %");
+        assert_eq!(accuracy(1, 3), "≥ 25 %");
     }
 
     #[test]

@@ -260,6 +260,16 @@ impl Snapshot {
             ],
         )?;
         family(
+            "fetched_ahead_judged_pages",
+            "Pages fetched where the guest was expected, by whether it was seen to use them before they left",
+            None,
+            "outcome",
+            &[
+                ("used", counters.fetched_ahead_used_pages),
+                ("unused", counters.fetched_ahead_unused_pages),
+            ],
+        )?;
+        family(
             "stalls",
             "Faults that had to wait for something else than their page's bytes",
             None,
@@ -562,6 +572,7 @@ mod tests {
             counters: Counters {
                 faults_remote: 7,
                 waited_us: 1_500_000,
+                fetched_ahead_used_pages: 12,
                 ..Counters::default()
             },
             latency: Default::default(),
@@ -616,6 +627,7 @@ mod tests {
                 "outram_faults counter",
                 "outram_evicted_pages counter",
                 "outram_wire_bytes counter",
+                "outram_fetched_ahead_judged_pages counter",
                 "outram_stalls counter",
                 "outram_refaults counter",
                 "outram_fetched_ahead_pages counter",
@@ -642,6 +654,8 @@ mod tests {
         );
         for line in [
             "outram_faults_total{outcome=\"remote\"} 7",
+            "outram_fetched_ahead_judged_pages_total{outcome=\"used\"} 12",
+            "outram_fetched_ahead_judged_pages_total{outcome=\"unused\"} 0",
             "outram_fault_wait_seconds_total 1.5",
             "outram_certificate_expiry_timestamp_seconds 1900000000",
             "outram_server_connected{server=\"mem1:7741\"} 1.0",

@@ -30,7 +30,7 @@ const DOUBT_MOST: u32 = 16;
 
 /// Pages to fetch: `first + stride`, `first + 2 * stride` and so on, `count` of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Window {
+pub struct Window {
     /// The page that was faulted on.
     first: i64,
     stride: i64,
@@ -43,7 +43,7 @@ pub(super) struct Window {
 
 impl Window {
     /// The pages in the order in which they are expected to be needed.
-    pub(super) fn pages(self) -> impl Iterator<Item = PageIndex> {
+    pub fn pages(self) -> impl Iterator<Item = PageIndex> {
         let block = move |step: i64| {
             let number = u32::try_from(self.first + step * self.stride).ok()?;
             let first = PageIndex(number.checked_mul(self.granule)?);
@@ -51,6 +51,15 @@ impl Window {
         };
         (1..=i64::from(self.count)).map_while(block).flatten()
     }
+}
+
+/// What a fault says of a stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Noted {
+    /// The guest has gone through these since: it faulted behind them.
+    pub passed: Option<Window>,
+    /// To be fetched behind the page that it faulted on.
+    pub next: Option<Window>,
 }
 
 /// Where the guest goes through its memory in order.
@@ -72,7 +81,7 @@ struct Stream {
 
 /// The streams of a shard.
 #[derive(Debug)]
-pub(super) struct Prefetch {
+pub struct Prefetch {
     streams: [Stream; STREAMS],
     faults: u64,
     /// Windows that were wrong lately, beyond those that were right.
@@ -85,7 +94,7 @@ pub(super) struct Prefetch {
 
 impl Prefetch {
     /// No stream yet; at most `most_pages` ahead of one, where `granule` pages are moved together.
-    pub(super) fn new(most_pages: u32, granule: u32) -> Self {
+    pub fn new(most_pages: u32, granule: u32) -> Self {
         Self {
             streams: Default::default(),
             faults: 0,
@@ -121,12 +130,12 @@ impl Prefetch {
         }
     }
 
-    /// Notes a fault on a page that lies elsewhere; what to fetch after it, if anything.
-    pub(super) fn note(&mut self, page: PageIndex, store: bool) -> Option<Window> {
+    /// Notes a fault on a page that lies elsewhere.
+    pub fn note(&mut self, page: PageIndex, store: bool) -> Noted {
         let page = self.block_number(page);
         // Where a stream is already, another page of the same block says nothing new.
         if self.most() == 0 || self.streams.iter().any(|stream| stream.is_at(page)) {
-            return None;
+            return Noted::default();
         }
         self.faults += 1;
         let found = self.streams.iter().position(|stream| stream.goes_on(page));
@@ -135,7 +144,7 @@ impl Prefetch {
             Some(number) => self.go_on(number, page, store),
             None => {
                 self.start(page);
-                None
+                Noted::default()
             }
         }
     }
@@ -153,12 +162,14 @@ impl Prefetch {
         };
     }
 
-    fn go_on(&mut self, number: usize, page: i64, store: bool) -> Option<Window> {
-        let (most, doubt) = (self.most(), self.doubt);
+    fn go_on(&mut self, number: usize, page: i64, store: bool) -> Noted {
+        let (most, doubt, granule) = (self.most(), self.doubt, self.granule);
         let stream = &mut self.streams[number];
         stream.used = self.faults;
         stream.stores |= store;
         let went_on = stream.goes_on(page);
+        let passed = stream.before(page).filter(|_| went_on);
+        let passed = passed.map(|count| stream.window_of(count, granule));
         if went_on && stream.window > 0 {
             self.doubt = doubt.saturating_sub(1);
             stream.window = (stream.window * 2).min(most);
@@ -176,15 +187,8 @@ impl Prefetch {
             stream.window = if sure { FIRST_WINDOW.min(most) } else { 0 };
         }
         stream.last = page;
-        let (stride, count) = (stream.stride, stream.window);
-        let stores = stream.stores;
-        (count > 0).then_some(Window {
-            first: page,
-            stride,
-            count,
-            granule: self.granule,
-            stores,
-        })
+        let next = (stream.window > 0).then(|| stream.window_of(stream.window, granule));
+        Noted { passed, next }
     }
 }
 
@@ -199,6 +203,24 @@ impl Stream {
         let (distance, window) = (page - self.last, i64::from(self.window));
         let steps = distance / self.stride;
         distance % self.stride == 0 && steps > 0 && steps <= 2 * window + 1
+    }
+
+    /// How many of the last window's pages are before a page at which the stream goes on, if any.
+    fn before(&self, page: i64) -> Option<u32> {
+        let steps = (page - self.last).checked_div(self.stride)?;
+        let count = u32::try_from(steps - 1).ok()?.min(self.window);
+        (count > 0).then_some(count)
+    }
+
+    /// The first `count` pages behind its last fault.
+    fn window_of(&self, count: u32, granule: u32) -> Window {
+        Window {
+            first: self.last,
+            stride: self.stride,
+            count,
+            granule,
+            stores: self.stores,
+        }
     }
 
     /// Whether a page is the last that was faulted on, or one fetched behind it.
@@ -233,7 +255,7 @@ mod tests {
                 continue;
             }
             faults += 1;
-            if let Some(window) = prefetch.note(PageIndex(page), false) {
+            if let Some(window) = prefetch.note(PageIndex(page), false).next {
                 fetched += window.pages().count();
                 there.extend(window.pages().map(|page| page.0));
             }
@@ -293,11 +315,12 @@ mod tests {
     #[test]
     fn pages_that_need_not_be_fetched_do_not_end_a_stream() {
         let mut prefetch = Prefetch::new(MOST, 1);
-        assert_eq!(prefetch.note(PageIndex(10), false), None);
-        assert!(prefetch.note(PageIndex(11), false).is_some());
+        assert_eq!(prefetch.note(PageIndex(10), false).next, None);
+        assert!(prefetch.note(PageIndex(11), false).next.is_some());
         // 12 to 15 were fetched, 16 and 17 were there.
         let window = prefetch
             .note(PageIndex(18), false)
+            .next
             .expect("the stream goes on");
         assert_eq!(window.pages().next(), Some(PageIndex(19)));
         assert_eq!(window.pages().count(), 8);
@@ -306,23 +329,47 @@ mod tests {
     #[test]
     fn a_stream_that_stores_to_what_it_read_is_told_from_one_that_only_reads() {
         let mut prefetch = Prefetch::new(MOST, 1);
-        assert_eq!(prefetch.note(PageIndex(10), false), None);
-        let first = prefetch.note(PageIndex(11), false).expect("in order");
+        assert_eq!(prefetch.note(PageIndex(10), false).next, None);
+        let first = prefetch.note(PageIndex(11), false).next.expect("in order");
         assert!(!first.stores);
         prefetch.note_store(PageIndex(90));
-        let second = prefetch.note(PageIndex(16), false).expect("it goes on");
+        let second = prefetch
+            .note(PageIndex(16), false)
+            .next
+            .expect("it goes on");
         assert!(!second.stores, "that was another's");
         prefetch.note_store(PageIndex(18));
-        let third = prefetch.note(PageIndex(25), false).expect("it goes on");
+        let third = prefetch
+            .note(PageIndex(25), false)
+            .next
+            .expect("it goes on");
         assert!(third.stores);
+    }
+
+    #[test]
+    fn a_fault_behind_a_window_says_which_pages_were_passed() {
+        let mut prefetch = Prefetch::new(MOST, 1);
+        let mut passed = |page| {
+            let passed = prefetch.note(PageIndex(page), false).passed;
+            let pages = passed.into_iter().flat_map(Window::pages);
+            pages.map(|page| page.0).collect::<Vec<_>>()
+        };
+        assert_eq!(passed(10), [0; 0]);
+        assert_eq!(passed(11), [0; 0], "there was no window yet");
+        assert_eq!(passed(16), [12, 13, 14, 15]);
+        // Of the eight behind that, some did not come.
+        assert_eq!(passed(20), [17, 18, 19]);
+        assert_eq!(passed(22), [21]);
+        assert_eq!(passed(100), [0; 0], "it is not known to have got there");
     }
 
     #[test]
     fn a_window_ends_at_the_first_page() {
         let mut prefetch = Prefetch::new(MOST, 1);
-        assert_eq!(prefetch.note(PageIndex(3), false), None);
+        assert_eq!(prefetch.note(PageIndex(3), false).next, None);
         let window = prefetch
             .note(PageIndex(2), false)
+            .next
             .expect("two side by side");
         let pages: Vec<_> = window.pages().collect();
         assert_eq!(pages, [PageIndex(1), PageIndex(0)]);

@@ -93,6 +93,10 @@ pub struct Stats {
     pub written_back: Counter,
     /// Pages asked for before anybody waited for them.
     pub fetched_ahead: Counter,
+    /// Of which a stream was expected to use, and did.
+    pub fetched_ahead_used: Counter,
+    /// Of which a stream was expected to use, and that left again without a sign of it.
+    pub fetched_ahead_unused: Counter,
     /// Pages that the guest gave back.
     pub removed: Counter,
     /// Faults that waited for room under the limit.
@@ -134,6 +138,8 @@ impl Stats {
             failed_runs: Counter::default(),
             written_back: Counter::default(),
             fetched_ahead: Counter::default(),
+            fetched_ahead_used: Counter::default(),
+            fetched_ahead_unused: Counter::default(),
             removed: Counter::default(),
             stalls_limit: Counter::default(),
             stalls_pool: Counter::default(),

@@ -169,6 +169,8 @@ impl Pager {
             writeback_pages: stats.written_back.get(),
             compressed_pages: self.shared.compressed.kept_pages(),
             fetched_ahead_pages: stats.fetched_ahead.get(),
+            fetched_ahead_used_pages: stats.fetched_ahead_used.get(),
+            fetched_ahead_unused_pages: stats.fetched_ahead_unused.get(),
             removed_pages: stats.removed.get(),
             wire_received_bytes: demand(|gauges| &gauges.wire_received_bytes)
                 + self

@@ -281,6 +281,11 @@ impl Simulation {
     pub(crate) fn note_what_happened(&mut self) {
         let stats = &self.shared.stats;
         let faults = FaultKind::ALL.map(|kind| (kind.name(), stats.faults(kind)));
+        let judged = stats.fetched_ahead_used.get() + stats.fetched_ahead_unused.get();
+        assert!(
+            judged <= stats.fetched_ahead.get(),
+            "{judged} of fewer pages that were fetched ahead are known as used or unused"
+        );
         let happened = [
             ("clean evictions", stats.evicted_clean.get()),
             ("filled evictions", stats.evicted_filled.get()),

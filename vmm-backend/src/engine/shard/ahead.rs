@@ -26,7 +26,10 @@ impl<P: Ports> Shard<P> {
         let granule = self.shared.pace.granule();
         let window = self.shared.pace.window(self.shared.page_size);
         self.prefetch.follow(window, granule);
-        let window = self.prefetch.note(page, fault.write);
+        let noted = self.prefetch.note(page, fault.write);
+        for used in noted.passed.into_iter().flat_map(Window::pages) {
+            self.guesses.note_used(used, &self.shared.stats);
+        }
         // Whatever is under way then has the wire and the room for itself.
         if self.ending || self.homing.is_some() || !self.frozen.is_empty() {
             return;
@@ -34,19 +37,23 @@ impl<P: Ports> Shard<P> {
         let Some(part) = self.part_of(page) else {
             return;
         };
-        let stores = window.map_or(fault.write, |window| window.stores);
+        let stores = noted.next.map_or(fault.write, |window| window.stores);
         let block = block_of(page, granule).pages();
-        let behind = window.into_iter().flat_map(Window::pages);
-        let behind = behind.take_while(|next| part.contains(*next));
-        for next in block.filter(|next| part.contains(*next)).chain(behind) {
-            if !self.fetch_unasked(next, stores) {
+        for next in block.filter(|next| part.contains(*next)) {
+            if !self.fetch_unasked(next, stores, false) {
+                return;
+            }
+        }
+        let behind = noted.next.into_iter().flat_map(Window::pages);
+        for next in behind.take_while(|next| part.contains(*next)) {
+            if !self.fetch_unasked(next, stores, true) {
                 return;
             }
         }
     }
 
     /// Asks for a page that nobody waits for; whether there is room, and a server, for more.
-    fn fetch_unasked(&mut self, page: PageIndex, expects_store: bool) -> bool {
+    fn fetch_unasked(&mut self, page: PageIndex, expects_store: bool, is_guess: bool) -> bool {
         let entry = self.shared.table.load(page);
         if entry.state != State::Stored || self.pending.contains_key(&page) {
             return true;
@@ -62,11 +69,15 @@ impl<P: Ports> Shard<P> {
             return true;
         }
         self.shared.stats.fetched_ahead.count();
+        if is_guess {
+            self.guesses.open(page);
+        }
         self.start_fetch(page, entry, 0, pending)
     }
 
     /// Nobody has asked for the page yet, and it cannot be put in place now.
     pub(super) fn give_up_ahead(&mut self, page: PageIndex) {
+        self.guesses.drop(page);
         // It was not moved, for it was on its way.
         if self.shared.table.state(page) == State::Stored {
             self.move_if_vacating(page);

@@ -29,6 +29,7 @@ use outram_wire::lost_pages::LostPages;
 
 use super::ages::ShardAge;
 use super::eviction::Punching;
+use super::guesses::Guesses;
 use super::policy::{Arrival, Policy};
 use super::prefetch::Prefetch;
 use super::stats::FaultKind;
@@ -169,6 +170,7 @@ pub struct Shard<P: Ports> {
     next_zero: PageIndex,
     zero_ahead: u32,
     prefetch: Prefetch,
+    guesses: Guesses,
     /// Time that answered faults have waited.
     answered_wait_us: u64,
     /// A page's worth of room, for bytes on their way.
@@ -216,6 +218,7 @@ impl<P: Ports> Shard<P> {
             next_zero: range.first,
             zero_ahead: 1,
             prefetch,
+            guesses: Guesses::new(range),
             answered_wait_us: 0,
             spare: room.clone(),
             packed: Vec::new(),
@@ -636,6 +639,7 @@ impl<P: Ports> Shard<P> {
             }
             self.complete(page, FaultKind::Protected, pending);
         } else {
+            self.guesses.note_used(page, &self.shared.stats);
             if pending.fault.is_some() {
                 self.shared.stats.duplicates.count();
                 self.end_wait(&pending);
@@ -654,6 +658,9 @@ impl<P: Ports> Shard<P> {
 
     /// Everyone who waited has the page.
     fn complete(&mut self, page: PageIndex, kind: FaultKind, pending: Pending) {
+        if !pending.is_idle() {
+            self.guesses.note_used(page, &self.shared.stats);
+        }
         if pending.fault.is_some() {
             let took_us = self.end_wait(&pending);
             self.shared.stats.note_fault(kind, took_us);
@@ -939,6 +946,7 @@ impl<P: Ports> Shard<P> {
 
     /// The page's bytes are gone: nothing wrong is ever given instead.
     fn lose(&mut self, page: PageIndex, pending: Pending) {
+        self.guesses.drop(page);
         let ticket = self.moving.remove(&page);
         self.end_move(ticket);
         let entry = self.shared.table.load(page);
@@ -1019,6 +1027,7 @@ impl<P: Ports> Shard<P> {
 
     /// Frees all that a page holds anywhere; it is absent from now on, as `next` says. It is not busy.
     fn clear(&mut self, page: PageIndex, entry: Entry, next: Entry) {
+        self.guesses.drop(page);
         if entry.state == State::Resident {
             self.shared.budget.release(1);
             self.policy.departed(page);

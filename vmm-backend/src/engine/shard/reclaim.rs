@@ -150,6 +150,7 @@ impl<P: Ports> Shard<P> {
 
     fn settle_fate(&mut self, page: PageIndex, fate: Fate) {
         let entry = self.shared.table.load(page);
+        self.judge_guess(page, &entry, fate);
         let stats = &self.shared.stats;
         match fate {
             Fate::Stays => {
@@ -207,6 +208,20 @@ impl<P: Ports> Shard<P> {
             }
         }
         self.shared.budget.release(1);
+    }
+
+    /// A page goes that may have been fetched ahead. Where its server still has bytes of it, but not these,
+    /// the guest has stored to it.
+    fn judge_guess(&mut self, page: PageIndex, entry: &Entry, fate: Fate) {
+        let slots = &self.shared.slots;
+        let has_changed = || entry.slot.is_some_and(|slot| slots.is_safe(slot));
+        match fate {
+            Fate::Stays => {}
+            Fate::Staged(_) | Fate::Filled if has_changed() => {
+                self.guesses.note_used(page, &self.shared.stats);
+            }
+            _ => self.guesses.note_left(page, &self.shared.stats),
+        }
     }
 
     pub(super) fn free_slot(&self, slot: Option<SlotId>) {

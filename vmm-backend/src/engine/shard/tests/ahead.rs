@@ -1,9 +1,9 @@
 //! Pages fetched before anybody asks for them.
 
 use super::bench::*;
-use crate::engine::PageIndex;
 use crate::engine::slots::SlabRef;
 use crate::engine::table::State;
+use crate::engine::{PageIndex, PinId};
 
 /// Pages 20 to 27 lie on the server, and the guest has asked for two neighbours: those behind are under
 /// way.
@@ -226,4 +226,113 @@ fn without_room_to_spare_a_page_comes_without_those_moved_with_it() {
     assert_eq!(asked(&mut bench), [(21, false), (16, true)]);
     bench.fault(22, READ);
     assert_eq!(asked(&mut bench)[2..], [(22, false)]);
+}
+
+/// What is known of pages that were fetched on a guess: used, and unused.
+fn judged(bench: &Bench) -> (u64, u64) {
+    let stats = &bench.shared.stats;
+    let (used, unused) = (&stats.fetched_ahead_used, &stats.fetched_ahead_unused);
+    (used.get(), unused.get())
+}
+
+fn answer_all(bench: &mut Bench) {
+    while let Some(fetch) = bench.world().fetches.first() {
+        let version = fetch.page.0 as u8;
+        bench.answer(version);
+    }
+}
+
+fn evict_everything(bench: &mut Bench) {
+    while bench.shared.budget.used() > 0 {
+        bench.evict_all();
+    }
+}
+
+#[test]
+fn a_guess_is_right_where_the_guest_goes_on_behind_it() {
+    let mut bench = under_way();
+    answer_all(&mut bench);
+    assert_eq!(judged(&bench), (0, 0), "nothing is known yet");
+    bench.fault(26, READ);
+    assert_eq!(judged(&bench), (4, 0));
+    answer_all(&mut bench);
+    evict_everything(&mut bench);
+    assert_eq!(judged(&bench), (4, 1), "of 27 no use was seen");
+    bench.fault(27, READ);
+    answer_all(&mut bench);
+    evict_everything(&mut bench);
+    assert_eq!(judged(&bench), (4, 1), "each is counted once");
+}
+
+#[test]
+fn a_guess_is_right_where_somebody_asks_before_it_is_there() {
+    let mut bench = under_way();
+    bench.fault(23, READ);
+    bench.shard.on_pin(PinId(1), &[run(24, 1)], false);
+    answer_all(&mut bench);
+    assert_eq!(judged(&bench), (2, 0));
+    bench.shard.on_unpin(&[run(24, 1)]);
+    evict_everything(&mut bench);
+    assert_eq!(judged(&bench), (2, 2));
+}
+
+#[test]
+fn a_guess_is_right_where_the_page_comes_just_before_who_asks_is_heard() {
+    let mut bench = under_way();
+    answer_all(&mut bench);
+    bench.fault(22, READ);
+    assert_eq!(judged(&bench), (1, 0));
+}
+
+#[test]
+fn a_guess_is_right_where_the_guest_stores_to_the_page() {
+    let mut bench = under_way();
+    answer_all(&mut bench);
+    bench.fault(22, WRITE_PROTECTED);
+    bench.store(22, 99);
+    assert_eq!(judged(&bench), (1, 0));
+    evict_everything(&mut bench);
+    assert_eq!(judged(&bench), (1, 3));
+}
+
+#[test]
+fn a_guess_is_right_where_the_page_leaves_with_other_bytes() {
+    let mut bench = Bench::new();
+    for page in 20..28 {
+        bench.store_remotely(page, page as u8);
+    }
+    bench.fault(20, WRITE);
+    bench.fault(21, WRITE);
+    answer_all(&mut bench);
+    bench.store(23, 99);
+    evict_everything(&mut bench);
+    assert_eq!(judged(&bench), (1, 3));
+}
+
+#[test]
+fn of_a_guess_that_never_came_or_was_given_back_nothing_is_said() {
+    let mut bench = under_way();
+    bench.answer(20);
+    bench.answer(21);
+    bench.world().agains = 1;
+    bench.answer(22);
+    answer_all(&mut bench);
+    bench.punch(23);
+    bench.remove(23);
+    for page in [22, 23] {
+        bench.fault(page, WRITE);
+    }
+    answer_all(&mut bench);
+    evict_everything(&mut bench);
+    assert_eq!(judged(&bench), (0, 4), "24 and 25, and 26 and 27 behind 22");
+}
+
+#[test]
+fn what_is_moved_together_is_no_guess() {
+    let mut bench = in_blocks();
+    bench.fault(21, READ);
+    answer_all(&mut bench);
+    evict_everything(&mut bench);
+    assert_eq!(bench.shared.stats.fetched_ahead.get(), 6);
+    assert_eq!(judged(&bench), (0, 0));
 }
