@@ -7,7 +7,8 @@
 //! * [`contest`] runs [`workloads`] on Outram and on the [baselines](baseline);
 //! * [`mix`] runs several of them at once, each in a guest of its own;
 //! * [`guests`] runs real programs in real guests, with and without Outram;
-//! * [`policies`] counts what eviction policies would miss, on [traces](trace) of the workloads;
+//! * [`policies`] counts what eviction policies would miss, on [traces](trace) of the workloads, and
+//!   [`foresight`] what is left of that by fetching ahead;
 //! * [`replay`] has the least time that follows from these;
 //! * [`targets`] says what was to be reached, and whether it was;
 //! * [`results`] is what a run leaves, [`ratios`] what is read from it, [`report`], [`plot`] and
@@ -23,6 +24,7 @@ pub mod compare;
 pub mod contest;
 pub mod far_wire;
 pub mod floors;
+pub mod foresight;
 pub mod guests;
 pub mod layout;
 pub mod machine;

@@ -9,7 +9,7 @@
 //! | `outram` | the pager's policy, as it is run: sees faults alone, evicts in runs and ahead of need; its staging takes its share of the limit, and has what left last |
 //!
 //! A miss is a use of a page that is not local; what comes back out of staging is no miss. Fetching ahead is left out: it hides misses, whatever the
-//! policy. Misses of the preparation are not counted.
+//! policy ([`foresight`](super::foresight) has it). Misses of the preparation are not counted.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -20,11 +20,14 @@ use outram_backend::engine::policy::{Arrival, Policy, TwoQueues};
 use outram_backend::engine::{PageIndex, PageRun, PageSize};
 use outram_backend::pager::Sizes;
 
+use super::foresight::Foresight;
 use super::trace::Trace;
 
 /// How many more misses it takes until a run that left is on the servers, and its staging is free: it
 /// takes the time of so many faults, by the rates that the benchmark measures.
 const WRITE_BACK_MISSES: u64 = 24;
+/// Pages fetched behind a missed one that come in the time of a miss.
+const AHEAD_A_MISS: u64 = 8;
 
 /// Misses of one trace at one limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +53,7 @@ pub fn misses(trace: &Trace, limit: usize) -> Misses {
     Misses {
         fifo: count(trace, &mut Fifo::new(trace, limit)),
         clock: count(trace, &mut Clock::new(trace, limit)),
-        outram: count(trace, &mut Outram::new(trace, limit)),
+        outram: count(trace, &mut Outram::new(trace, limit, Foresight::none())),
         lru: count(trace, &mut Ordered::lru(trace, limit)),
         opt: count(trace, &mut Ordered::opt(trace, limit)),
     }
@@ -75,14 +78,22 @@ pub fn line(name: &str, local: f64, misses: &Misses) -> String {
     )
 }
 
-trait Cache {
+pub(super) trait Cache {
     /// A page is used, in the `number`-th use of the trace; whether it was local.
     fn uses(&mut self, number: usize, page: u32) -> bool;
 }
 
 fn count(trace: &Trace, cache: &mut impl Cache) -> u64 {
+    run(trace, cache, |_| {})
+}
+
+/// Counts the misses of a trace; `begin` is called where its preparation ends.
+pub(super) fn run<C: Cache>(trace: &Trace, cache: &mut C, begin: impl Fn(&mut C)) -> u64 {
     let mut misses = 0;
     for (number, page) in trace.uses.iter().enumerate() {
+        if number == trace.prepared {
+            begin(cache);
+        }
         let is_local = cache.uses(number, *page);
         misses += u64::from(!is_local && number >= trace.prepared);
     }
@@ -228,13 +239,14 @@ enum Place {
 }
 
 /// The pager's own policy and budget, in one shard.
-struct Outram {
+pub(super) struct Outram {
+    pub(super) foresight: Foresight,
     policy: TwoQueues,
     budget: Budget,
     staging: u64,
     run_pages: u64,
     places: Vec<Place>,
-    /// Runs that left, and the miss at which their staging is free.
+    /// Runs that left, and the time at which their staging is free.
     leaving: VecDeque<(u64, PageRun)>,
     staged: u64,
     /// Pages that became spare, and when, oldest first; some are so no longer.
@@ -242,11 +254,12 @@ struct Outram {
     /// When each did last.
     spare_since: Vec<u64>,
     spare: u64,
-    misses: u64,
+    /// Counts what is fetched, a miss [`AHEAD_A_MISS`] times.
+    time: u64,
 }
 
 impl Outram {
-    fn new(trace: &Trace, limit: usize) -> Self {
+    pub(super) fn new(trace: &Trace, limit: usize, foresight: Foresight) -> Self {
         let size = PageSize::BASE;
         let bytes = |pages: usize| pages as u64 * size.bytes();
         let range = PageRun {
@@ -255,6 +268,7 @@ impl Outram {
         };
         let sizes = Sizes::of(bytes(limit), bytes(trace.pages), size);
         Self {
+            foresight,
             policy: TwoQueues::new(range, Arc::default()),
             budget: Budget::new(sizes.budget_pages, size),
             staging: sizes.staging_pages.into(),
@@ -265,14 +279,14 @@ impl Outram {
             spares: VecDeque::new(),
             spare_since: vec![0; trace.pages],
             spare: 0,
-            misses: 0,
+            time: 0,
         }
     }
 
     /// What left long enough ago is on the servers, but for what came back meanwhile.
     fn write_back(&mut self, all: bool) {
         while let Some((at, run)) = self.leaving.front().copied()
-            && (all || at <= self.misses)
+            && (all || at <= self.time)
         {
             self.leaving.pop_front();
             for page in run.pages() {
@@ -285,6 +299,30 @@ impl Outram {
                     self.spares.push_back((page.0, at));
                 }
             }
+        }
+    }
+
+    /// Fetches what is expected behind a page, as far as there is room.
+    fn fetch_behind(&mut self, page: u32) {
+        for (next, reason) in self.foresight.behind(page) {
+            let place = self.places[next.0 as usize];
+            if !matches!(place, Place::Remote | Place::Spare) || !self.foresight.has_left(next) {
+                continue;
+            }
+            if self.budget.spare() == 0 || !self.budget.acquire(1) {
+                return;
+            }
+            match place {
+                Place::Spare => self.spare -= 1,
+                _ => {
+                    self.time += 1;
+                    self.foresight.note_fetched(next, reason);
+                }
+            }
+            self.places[next.0 as usize] = Place::Resident;
+            self.policy.arrived(next, Arrival::New);
+            self.write_back(false);
+            self.make_room();
         }
     }
 
@@ -312,7 +350,8 @@ impl Outram {
             }
             self.budget.release(u64::from(run.count));
             self.leaving
-                .push_back((self.misses + WRITE_BACK_MISSES, run));
+                .push_back((self.time + WRITE_BACK_MISSES * AHEAD_A_MISS, run));
+            self.foresight.note_left(run);
         }
     }
 }
@@ -321,9 +360,12 @@ impl Cache for Outram {
     fn uses(&mut self, _: usize, page: u32) -> bool {
         let place = self.places[page as usize];
         if place == Place::Resident {
+            self.foresight.note_used(page);
             return true;
         }
-        self.misses += u64::from(place == Place::Remote);
+        if place == Place::Remote {
+            self.time += AHEAD_A_MISS;
+        }
         self.write_back(false);
         // It may have been written back just now.
         let place = self.places[page as usize];
@@ -347,6 +389,10 @@ impl Cache for Outram {
         self.places[page as usize] = Place::Resident;
         self.policy.arrived(PageIndex(page), arrival);
         self.make_room();
+        // As the pager does it: what comes out of staging is no miss, but goes on with a stream.
+        if matches!(place, Place::Remote | Place::Spare) {
+            self.fetch_behind(page);
+        }
         matches!(place, Place::Staged | Place::Spare)
     }
 }

@@ -16,7 +16,9 @@ use outram_tests::bench::results::Results;
 use outram_tests::bench::runner::{self, Memory, Order};
 use outram_tests::bench::session::{Session, Settings, demand_ratios, lent_mib};
 use outram_tests::bench::workloads::catalogue;
-use outram_tests::bench::{compare, guests, page_store, plot, policies, report, swap, trace};
+use outram_tests::bench::{
+    compare, foresight, guests, page_store, plot, policies, report, swap, trace,
+};
 use outram_tests::hermetic::sandbox::{self, Side};
 use outram_tests::small_lab::LEAST;
 use outram_wire::compressed_share::CompressedShare;
@@ -57,7 +59,8 @@ enum Command {
         /// The file of the second run
         second: PathBuf,
     },
-    /// Count the misses of eviction policies, side by side, on traces of the workloads
+    /// Count the misses of eviction policies, side by side, on traces of the workloads, and those that
+    /// fetching ahead leaves
     Policies(PolicyArguments),
     /// Run real programs in real guests, at several local ratios and without Outram
     Guests(GuestArguments),
@@ -307,6 +310,7 @@ fn policies(arguments: &PolicyArguments) -> Result<()> {
         true => catalogue().iter().map(|entry| entry.name).collect(),
         false => only.collect(),
     };
+    let mut ahead = foresight::heading();
     println!("{}", policies::HEADING);
     for name in names {
         let (trace, _) = trace::record(&Task {
@@ -324,8 +328,13 @@ fn policies(arguments: &PolicyArguments) -> Result<()> {
             );
             let misses = policies::misses(&trace, limit);
             println!("{}", policies::line(name, *local, &misses));
+            let (without, outcomes) = foresight::outcomes(&trace, limit);
+            let line = foresight::line(name, *local, without, &outcomes);
+            ahead.push('\n');
+            ahead.push_str(&line);
         }
     }
+    println!("{ahead}");
     Ok(())
 }
 
