@@ -309,7 +309,7 @@ mod tests {
         assert_eq!(bad(&stretch), 1);
         ram.discard(0, 8).expect("within");
         assert_eq!(bad(&stretch), 8);
-        stretch.forget();
+        versions.forget(0, 8);
         assert_eq!(bad(&stretch), 0);
         assert!(Stretch::new(&ram, &versions, 4, 5).is_err());
     }
