@@ -135,7 +135,7 @@ impl Foresight {
         if self.places[page as usize].is_none() {
             return Vec::new();
         }
-        let window = streams.note(PageIndex(page), false).next;
+        let window = streams.note(PageIndex(page)).next;
         let window = window.into_iter().flat_map(|window| window.pages());
         let pages = self.places.len();
         let window = window.take_while(|next| (next.0 as usize) < pages);

@@ -37,8 +37,6 @@ pub struct Window {
     count: u32,
     /// Pages of a block, in which all of these count.
     granule: u32,
-    /// Whether the guest stores to pages of this stream.
-    pub(super) stores: bool,
 }
 
 impl Window {
@@ -73,8 +71,6 @@ struct Stream {
     proven: u32,
     /// Pages of the last window; 0 before the first.
     window: u32,
-    /// Whether the guest stored to one that it had faulted on, or found there.
-    stores: bool,
     /// When it last went on, by the count of faults; 0 is never used.
     used: u64,
 }
@@ -122,16 +118,8 @@ impl Prefetch {
         i64::from(page.0 / self.granule)
     }
 
-    /// Notes a store to a page that was there, write-protected: of a stream that only seemed to read.
-    pub(super) fn note_store(&mut self, page: PageIndex) {
-        let page = self.block_number(page);
-        if let Some(stream) = self.streams.iter_mut().find(|stream| stream.has(page)) {
-            stream.stores = true;
-        }
-    }
-
     /// Notes a fault on a page that lies elsewhere.
-    pub fn note(&mut self, page: PageIndex, store: bool) -> Noted {
+    pub fn note(&mut self, page: PageIndex) -> Noted {
         let page = self.block_number(page);
         // Where a stream is already, another page of the same block says nothing new.
         if self.most() == 0 || self.streams.iter().any(|stream| stream.is_at(page)) {
@@ -141,7 +129,7 @@ impl Prefetch {
         let found = self.streams.iter().position(|stream| stream.goes_on(page));
         let near = || self.streams.iter().position(|stream| stream.is_near(page));
         match found.or_else(near) {
-            Some(number) => self.go_on(number, page, store),
+            Some(number) => self.go_on(number, page),
             None => {
                 self.start(page);
                 Noted::default()
@@ -162,11 +150,10 @@ impl Prefetch {
         };
     }
 
-    fn go_on(&mut self, number: usize, page: i64, store: bool) -> Noted {
+    fn go_on(&mut self, number: usize, page: i64) -> Noted {
         let (most, doubt, granule) = (self.most(), self.doubt, self.granule);
         let stream = &mut self.streams[number];
         stream.used = self.faults;
-        stream.stores |= store;
         let went_on = stream.goes_on(page);
         let passed = stream.before(page).filter(|_| went_on);
         let passed = passed.map(|count| stream.window_of(count, granule));
@@ -219,16 +206,7 @@ impl Stream {
             stride: self.stride,
             count,
             granule,
-            stores: self.stores,
         }
-    }
-
-    /// Whether a page is the last that was faulted on, or one fetched behind it.
-    fn has(&self, page: i64) -> bool {
-        let (distance, window) = (page - self.last, i64::from(self.window));
-        self.window > 0
-            && distance % self.stride == 0
-            && (0..=window).contains(&(distance / self.stride))
     }
 
     fn is_at(&self, page: i64) -> bool {
@@ -255,7 +233,7 @@ mod tests {
                 continue;
             }
             faults += 1;
-            if let Some(window) = prefetch.note(PageIndex(page), false).next {
+            if let Some(window) = prefetch.note(PageIndex(page)).next {
                 fetched += window.pages().count();
                 there.extend(window.pages().map(|page| page.0));
             }
@@ -315,11 +293,11 @@ mod tests {
     #[test]
     fn pages_that_need_not_be_fetched_do_not_end_a_stream() {
         let mut prefetch = Prefetch::new(MOST, 1);
-        assert_eq!(prefetch.note(PageIndex(10), false).next, None);
-        assert!(prefetch.note(PageIndex(11), false).next.is_some());
+        assert_eq!(prefetch.note(PageIndex(10)).next, None);
+        assert!(prefetch.note(PageIndex(11)).next.is_some());
         // 12 to 15 were fetched, 16 and 17 were there.
         let window = prefetch
-            .note(PageIndex(18), false)
+            .note(PageIndex(18))
             .next
             .expect("the stream goes on");
         assert_eq!(window.pages().next(), Some(PageIndex(19)));
@@ -327,30 +305,10 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_stores_to_what_it_read_is_told_from_one_that_only_reads() {
-        let mut prefetch = Prefetch::new(MOST, 1);
-        assert_eq!(prefetch.note(PageIndex(10), false).next, None);
-        let first = prefetch.note(PageIndex(11), false).next.expect("in order");
-        assert!(!first.stores);
-        prefetch.note_store(PageIndex(90));
-        let second = prefetch
-            .note(PageIndex(16), false)
-            .next
-            .expect("it goes on");
-        assert!(!second.stores, "that was another's");
-        prefetch.note_store(PageIndex(18));
-        let third = prefetch
-            .note(PageIndex(25), false)
-            .next
-            .expect("it goes on");
-        assert!(third.stores);
-    }
-
-    #[test]
     fn a_fault_behind_a_window_says_which_pages_were_passed() {
         let mut prefetch = Prefetch::new(MOST, 1);
         let mut passed = |page| {
-            let passed = prefetch.note(PageIndex(page), false).passed;
+            let passed = prefetch.note(PageIndex(page)).passed;
             let pages = passed.into_iter().flat_map(Window::pages);
             pages.map(|page| page.0).collect::<Vec<_>>()
         };
@@ -366,11 +324,8 @@ mod tests {
     #[test]
     fn a_window_ends_at_the_first_page() {
         let mut prefetch = Prefetch::new(MOST, 1);
-        assert_eq!(prefetch.note(PageIndex(3), false).next, None);
-        let window = prefetch
-            .note(PageIndex(2), false)
-            .next
-            .expect("two side by side");
+        assert_eq!(prefetch.note(PageIndex(3)).next, None);
+        let window = prefetch.note(PageIndex(2)).next.expect("two side by side");
         let pages: Vec<_> = window.pages().collect();
         assert_eq!(pages, [PageIndex(1), PageIndex(0)]);
     }

@@ -13,20 +13,18 @@ use crate::engine::prefetch::Window;
 impl<P: Ports> Shard<P> {
     /// Asks for a page that somebody waits for, and for those that are likely to be wanted next.
     pub(super) fn fetch_on_demand(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
-        let fault = pending.fault;
+        let is_waited_for = pending.fault.is_some();
         let reachable = self.start_fetch(page, entry, 0, pending);
-        if let Some(fault) = fault
-            && reachable
-        {
-            self.fetch_ahead(page, fault);
+        if is_waited_for && reachable {
+            self.fetch_ahead(page);
         }
     }
 
-    pub(super) fn fetch_ahead(&mut self, page: PageIndex, fault: Fault) {
+    pub(super) fn fetch_ahead(&mut self, page: PageIndex) {
         let granule = self.shared.pace.granule();
         let window = self.shared.pace.window(self.shared.page_size);
         self.prefetch.follow(window, granule);
-        let noted = self.prefetch.note(page, fault.write);
+        let noted = self.prefetch.note(page);
         for used in noted.passed.into_iter().flat_map(Window::pages) {
             self.guesses.note_used(used, &self.shared.stats);
         }
@@ -37,23 +35,22 @@ impl<P: Ports> Shard<P> {
         let Some(part) = self.part_of(page) else {
             return;
         };
-        let stores = noted.next.map_or(fault.write, |window| window.stores);
         let block = block_of(page, granule).pages();
         for next in block.filter(|next| part.contains(*next)) {
-            if !self.fetch_unasked(next, stores, false) {
+            if !self.fetch_unasked(next, false) {
                 return;
             }
         }
         let behind = noted.next.into_iter().flat_map(Window::pages);
         for next in behind.take_while(|next| part.contains(*next)) {
-            if !self.fetch_unasked(next, stores, true) {
+            if !self.fetch_unasked(next, true) {
                 return;
             }
         }
     }
 
     /// Asks for a page that nobody waits for; whether there is room, and a server, for more.
-    fn fetch_unasked(&mut self, page: PageIndex, expects_store: bool, is_guess: bool) -> bool {
+    fn fetch_unasked(&mut self, page: PageIndex, is_guess: bool) -> bool {
         let entry = self.shared.table.load(page);
         if entry.state != State::Stored || self.pending.contains_key(&page) {
             return true;
@@ -63,7 +60,6 @@ impl<P: Ports> Shard<P> {
         }
         let mut pending = Pending::new(None, self.ports.now_us());
         pending.ahead = true;
-        pending.expects_store = expects_store;
         if let Some(kind) = self.find_spare(page, &entry) {
             self.install_spare(page, entry, kind, pending);
             return true;

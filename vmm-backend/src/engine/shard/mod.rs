@@ -94,8 +94,6 @@ struct Pending {
     wait: Wait,
     /// Fetched before anybody asked for it; who does then joins in.
     ahead: bool,
-    /// Whether stores are expected of whoever asks for it.
-    expects_store: bool,
     /// The bytes of a stored page whose COPY was refused, and its entry then: under a storm of
     /// discards few attempts find a gap, and each would cost a fetch.
     fetched: Option<(Entry, Box<[u8]>)>,
@@ -110,7 +108,6 @@ impl Pending {
             since_us: now_us,
             wait: Wait::Retry,
             ahead: false,
-            expects_store: false,
             fetched: None,
         }
     }
@@ -122,7 +119,6 @@ impl Pending {
 
     fn wants_write(&self) -> bool {
         !self.pins.is_empty()
-            || self.expects_store
             || self
                 .fault
                 .is_some_and(|fault| fault.write || fault.protected)
@@ -578,11 +574,11 @@ impl<P: Ports> Shard<P> {
                 }
                 _ => match self.find_spare(page, &entry) {
                     Some(kind) => {
-                        let fault = pending.fault;
+                        let is_waited_for = pending.fault.is_some();
                         self.install_spare(page, entry, kind, pending);
-                        fault
-                            .into_iter()
-                            .for_each(|fault| self.fetch_ahead(page, fault));
+                        if is_waited_for {
+                            self.fetch_ahead(page);
+                        }
                     }
                     None => self.fetch_on_demand(page, entry, pending),
                 },
@@ -622,7 +618,6 @@ impl<P: Ports> Shard<P> {
             return;
         }
         if protected {
-            self.prefetch.note_store(page);
             // Known as possibly written before the guest can write it.
             self.set(
                 page,

@@ -114,23 +114,6 @@ fn a_page_that_is_on_its_way_is_not_asked_for_again() {
     assert_eq!(asked(&mut bench)[3..], behind);
 }
 
-#[test]
-fn pages_behind_stores_are_put_in_place_to_be_stored_to() {
-    let mut bench = Bench::new();
-    for page in 20..28 {
-        bench.store_remotely(page, page as u8);
-    }
-    bench.fault(20, WRITE);
-    bench.fault(21, WRITE);
-    for page in 20..26 {
-        bench.answer(page as u8);
-    }
-    for page in 20..26 {
-        assert_eq!(bench.state(page), State::Resident);
-        assert!(!bench.world().protected.contains(&page), "{page}");
-    }
-}
-
 /// The VMM is changing its mappings: who waits is tried again, and nobody waits for this page.
 #[test]
 fn a_page_that_cannot_be_put_in_place_is_left_where_it_lies() {
@@ -235,13 +218,6 @@ fn judged(bench: &Bench) -> (u64, u64) {
     (used.get(), unused.get())
 }
 
-fn answer_all(bench: &mut Bench) {
-    while let Some(fetch) = bench.world().fetches.first() {
-        let version = fetch.page.0 as u8;
-        bench.answer(version);
-    }
-}
-
 fn evict_everything(bench: &mut Bench) {
     while bench.shared.budget.used() > 0 {
         bench.evict_all();
@@ -251,15 +227,15 @@ fn evict_everything(bench: &mut Bench) {
 #[test]
 fn a_guess_is_right_where_the_guest_goes_on_behind_it() {
     let mut bench = under_way();
-    answer_all(&mut bench);
+    bench.answer_all();
     assert_eq!(judged(&bench), (0, 0), "nothing is known yet");
     bench.fault(26, READ);
     assert_eq!(judged(&bench), (4, 0));
-    answer_all(&mut bench);
+    bench.answer_all();
     evict_everything(&mut bench);
     assert_eq!(judged(&bench), (4, 1), "of 27 no use was seen");
     bench.fault(27, READ);
-    answer_all(&mut bench);
+    bench.answer_all();
     evict_everything(&mut bench);
     assert_eq!(judged(&bench), (4, 1), "each is counted once");
 }
@@ -269,7 +245,7 @@ fn a_guess_is_right_where_somebody_asks_before_it_is_there() {
     let mut bench = under_way();
     bench.fault(23, READ);
     bench.shard.on_pin(PinId(1), &[run(24, 1)], false);
-    answer_all(&mut bench);
+    bench.answer_all();
     assert_eq!(judged(&bench), (2, 0));
     bench.shard.on_unpin(&[run(24, 1)]);
     evict_everything(&mut bench);
@@ -279,7 +255,7 @@ fn a_guess_is_right_where_somebody_asks_before_it_is_there() {
 #[test]
 fn a_guess_is_right_where_the_page_comes_just_before_who_asks_is_heard() {
     let mut bench = under_way();
-    answer_all(&mut bench);
+    bench.answer_all();
     bench.fault(22, READ);
     assert_eq!(judged(&bench), (1, 0));
 }
@@ -287,7 +263,7 @@ fn a_guess_is_right_where_the_page_comes_just_before_who_asks_is_heard() {
 #[test]
 fn a_guess_is_right_where_the_guest_stores_to_the_page() {
     let mut bench = under_way();
-    answer_all(&mut bench);
+    bench.answer_all();
     bench.fault(22, WRITE_PROTECTED);
     bench.store(22, 99);
     assert_eq!(judged(&bench), (1, 0));
@@ -298,12 +274,13 @@ fn a_guess_is_right_where_the_guest_stores_to_the_page() {
 #[test]
 fn a_guess_is_right_where_the_page_leaves_with_other_bytes() {
     let mut bench = Bench::new();
+    bench.shared.pace.set_protects_reads(false);
     for page in 20..28 {
         bench.store_remotely(page, page as u8);
     }
     bench.fault(20, WRITE);
     bench.fault(21, WRITE);
-    answer_all(&mut bench);
+    bench.answer_all();
     bench.store(23, 99);
     evict_everything(&mut bench);
     assert_eq!(judged(&bench), (1, 3));
@@ -316,13 +293,13 @@ fn of_a_guess_that_never_came_or_was_given_back_nothing_is_said() {
     bench.answer(21);
     bench.world().agains = 1;
     bench.answer(22);
-    answer_all(&mut bench);
+    bench.answer_all();
     bench.punch(23);
     bench.remove(23);
     for page in [22, 23] {
         bench.fault(page, WRITE);
     }
-    answer_all(&mut bench);
+    bench.answer_all();
     evict_everything(&mut bench);
     assert_eq!(judged(&bench), (0, 4), "24 and 25, and 26 and 27 behind 22");
 }
@@ -331,7 +308,7 @@ fn of_a_guess_that_never_came_or_was_given_back_nothing_is_said() {
 fn what_is_moved_together_is_no_guess() {
     let mut bench = in_blocks();
     bench.fault(21, READ);
-    answer_all(&mut bench);
+    bench.answer_all();
     evict_everything(&mut bench);
     assert_eq!(bench.shared.stats.fetched_ahead.get(), 6);
     assert_eq!(judged(&bench), (0, 0));

@@ -435,6 +435,14 @@ impl Bench {
         self.answer_sealed(fetch, fetch.page, generation, version);
     }
 
+    /// The server answers all fetches, also of pages ahead, each with its page's number.
+    pub(super) fn answer_all(&mut self) {
+        while let Some(fetch) = self.world().fetches.first() {
+            let version = fetch.page.0 as u8;
+            self.answer(version);
+        }
+    }
+
     /// The server answers a fetch with what was once sent for a page and a generation.
     pub(super) fn answer_sealed(
         &mut self,

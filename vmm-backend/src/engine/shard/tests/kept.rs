@@ -3,13 +3,6 @@
 use super::bench::*;
 use crate::engine::table::State;
 
-/// The server answers all fetches, also of pages ahead.
-fn answer_all(bench: &mut Bench) {
-    while let Some(fetch) = bench.world().fetches.first().copied() {
-        bench.answer(fetch.page.0 as u8);
-    }
-}
-
 /// Pages 0 to 11, each in memory, unchanged, and with a slot of its own as far as it may keep it, where of
 /// 64 slots so many are to be left.
 fn fetched(bench: &mut Bench, left: u64) {
@@ -19,7 +12,7 @@ fn fetched(bench: &mut Bench, left: u64) {
     bench.shared.slots.set_promised(64, left);
     for page in 0..12 {
         bench.fault(page, READ);
-        answer_all(bench);
+        bench.answer_all();
     }
 }
 
@@ -59,7 +52,7 @@ fn slots_that_pages_keep_go_to_those_that_need_them() {
     assert_eq!(staged, 5);
     for page in 0..12 {
         bench.fault(page, READ);
-        answer_all(&mut bench);
+        bench.answer_all();
         assert_eq!(bench.read(page), Some(bytes(page as u8)));
     }
 }
