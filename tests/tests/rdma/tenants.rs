@@ -12,8 +12,8 @@ use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::server::MemServer;
 use outram_wire::pki::Issued;
 use outram_wire::server::data::{MAX_PAYLOAD_BYTES, Op};
-use outram_wire::server::{Reply, Request, SlabId};
-use outram_wire::verbs::{Choice, Domain, Failure, Initiator, PostError, Remote};
+use outram_wire::server::{Refusal, Reply, Request, SlabId};
+use outram_wire::verbs::{Choice, Domain, Failure, Initiator, PostError, Remote, Stretch};
 
 use crate::client::{Client, extent, vm};
 use crate::soft_roce::SoftRoce;
@@ -22,6 +22,8 @@ use outram_tests::small_lab::{LONG, Lab, SLAB};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_slab_given_back_is_out_of_its_clients_reach", given_back),
+    ("a_slab_ends_where_its_neighbours_begin", borders),
+    ("one_queue_pair_beyond_the_limit_is_refused", crowd),
     ("a_client_killed_amid_requests_harms_nobody", killed),
     ("a_slab_is_made_ready_ahead_of_its_lease", ahead),
 ];
@@ -78,6 +80,10 @@ impl Tenant {
 
     fn lease(&mut self) -> Result<Held> {
         let slab = self.client.lease();
+        self.key(slab)
+    }
+
+    fn key(&mut self, slab: SlabId) -> Result<Held> {
         match self.client.ask(Request::Key { slab }) {
             Reply::Key { remote } => Ok(Held { slab, remote }),
             other => bail!("{other:?} instead of a key"),
@@ -100,12 +106,17 @@ impl Tenant {
         Ok(initiator)
     }
 
-    /// Demands that neither a write nor a read of a slab at this place is carried out, each by one of
-    /// these queue pairs: a failure ends one.
+    /// Demands that neither a write nor a read of a slab's first page is carried out.
     fn demand_shut(pairs: [Initiator; 2], remote: Remote, what: &str) -> Result<()> {
+        Self::demand_refused(pairs, stretch(remote, 0, PAGE), what)
+    }
+
+    /// Demands that neither a write nor a read of this place is carried out, each by one of these queue
+    /// pairs: a failure ends one.
+    fn demand_refused(pairs: [Initiator; 2], place: Stretch, what: &str) -> Result<()> {
         let [mut writer, mut reader] = pairs;
-        let place = [stretch(remote, 0, PAGE)];
-        writer.write(1, &place, &[&[0x66; PAGE]])?;
+        let place = [place];
+        writer.write(1, &place, &[&vec![0x66; place[0].length as usize]])?;
         demand_failure(&mut writer, Failure::RemoteAccess)
             .with_context(|| format!("a write: {what}"))?;
         reader.read(1, &place)?;
@@ -229,6 +240,111 @@ fn given_back(lab: &Lab) -> Result<()> {
     let place = found.map_or("another address", |_| "the same address");
     println!("a_slab_given_back_is_out_of_its_clients_reach: leased anew at {place}");
     Ok(())
+}
+
+/// Slabs of two clients that touch: for each border of a slab of the first one's, upper and lower, the
+/// slab and the other's beyond it.
+fn touching(own: &[Held], others: &[Held]) -> Result<[(Held, Held); 2]> {
+    let all = || {
+        own.iter()
+            .flat_map(|own| others.iter().map(move |other| (*own, *other)))
+    };
+    let ends_at = |lower: Held, upper: Held| lower.remote.address + SLAB == upper.remote.address;
+    let above = all().find(|(own, other)| ends_at(*own, *other));
+    let below = all().find(|(own, other)| ends_at(*other, *own));
+    let found = above.zip(below).map(|(above, below)| [above, below]);
+    found.context("no slab of the one's lies beside the other's")
+}
+
+/// A server that registered more than the slab would have the neighbour's bytes read and written.
+fn borders(lab: &Lab) -> Result<()> {
+    let _device = SoftRoce::on_loopback()?;
+    let server = lab.server_with(&["--memory", "16MiB"])?;
+    let pki = lab.path("pki");
+    let mut hostile = Tenant::new(&pki, &server.address, 1)?;
+    let mut neighbour = Tenant::new(&pki, &server.address, 2)?;
+    hostile.reserve(4)?;
+    neighbour.reserve(4)?;
+    let (mut own, mut others) = (Vec::new(), Vec::new());
+    // By turns: the kernel puts one mapping beside the other.
+    for _ in 0..4 {
+        own.push(hostile.lease()?);
+        others.push(neighbour.lease()?);
+    }
+    let [(lower, above), (upper, below)] = touching(&own, &others)?;
+    let mut theirs = neighbour.pair()?;
+    write(&mut theirs, above, 0)?;
+    write(&mut theirs, below, PAGES - 1)?;
+    let (start, end) = (upper.remote.address, lower.remote.address + SLAB);
+    let slab = SLAB as u32;
+    for (key, address, length, what) in [
+        (lower.remote.key, end - 8, 9, "a byte beyond the end"),
+        (lower.remote.key, end, 8, "right after the end"),
+        (lower.remote.key, end - SLAB, slab + 1, "all and a byte"),
+        (upper.remote.key, start - 1, 1, "a byte before the start"),
+        (upper.remote.key, start - 1, 9, "across the start"),
+        (upper.remote.key, start - 1, slab + 1, "a byte and all"),
+    ] {
+        let mut pairs = [hostile.pair()?, hostile.pair()?];
+        // What is its own is open to it, to the very border.
+        for pair in &mut pairs {
+            write(pair, lower, PAGES - 1)?;
+            write(pair, upper, 0)?;
+        }
+        let place = Stretch {
+            address,
+            key,
+            length,
+        };
+        Tenant::demand_refused(pairs, place, what)?;
+        // By the connection that was there all along.
+        demand_content(&mut theirs, above, 0).context(what)?;
+        demand_content(&mut theirs, below, PAGES - 1).context(what)?;
+    }
+    let mut pair = hostile.pair()?;
+    demand_content(&mut pair, lower, PAGES - 1)?;
+    demand_content(&mut pair, upper, 0)
+}
+
+/// Data connections of a session that a server admits.
+const MOST: usize = 64;
+
+fn crowd(lab: &Lab) -> Result<()> {
+    let _device = SoftRoce::on_loopback()?;
+    let server = lab.server_with(&["--memory", "4MiB"])?;
+    let mut bystander = Tenant::of(lab, &server, 2)?;
+    let (others, mut theirs) = (bystander.lease()?, bystander.pair()?);
+    write(&mut theirs, others, 0)?;
+    let mut tenant = Tenant::of(lab, &server, 1)?;
+    let held = tenant.lease()?;
+    let mut pairs: Vec<Initiator> = (0..MOST).map(|_| tenant.pair()).collect::<Result<_>>()?;
+    // All of them are at work at once.
+    for (page, pair) in pairs.iter_mut().enumerate() {
+        let place = [stretch(held.remote, page * PAGE, PAGE)];
+        pair.write(1, &place, &[&content(page)])?;
+    }
+    for pair in &mut pairs {
+        completed(pair, 1)?;
+    }
+    let end = Initiator::new(&tenant.domain)?.end();
+    match tenant.client.ask(Request::QueuePair { end }) {
+        Reply::Refused(refusal @ Refusal::TooMany { .. }) => {
+            let words = refusal.to_string();
+            let wanted = format!("already serves {MOST} data connections, its limit");
+            ensure!(words.contains(&wanted), "{words}");
+        }
+        other => bail!("{other:?} instead of a refusal"),
+    }
+    // Neither its own, each of which reads what another wrote, nor another client's suffer from it.
+    for (page, pair) in pairs.iter_mut().rev().enumerate() {
+        demand_content(pair, held, page)?;
+    }
+    demand_content(&mut theirs, others, 0)?;
+    demand_content(&mut bystander.pair()?, others, 0)?;
+    // With the session's next connection all that was open is ended, and counts no more.
+    let mut tenant = Tenant::new(&lab.path("pki"), &server.address, 1)?;
+    let held = tenant.key(held.slab)?;
+    demand_content(&mut tenant.pair()?, held, MOST - 1)
 }
 
 /// A program that has as many requests in flight as it may, until it is killed.
