@@ -5,6 +5,7 @@
 #[path = "../../../memserver/tests/client/mod.rs"]
 mod client;
 mod doctor;
+mod links;
 mod paging;
 mod removal;
 mod soft_roce;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         paging::TESTS,
         removal::TESTS,
         doctor::TESTS,
+        links::TESTS,
     ]
     .concat();
     if let Ok(server) = std::env::var(tenants::PESTER) {

@@ -4,10 +4,12 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use outram_wire::control::{Phase, Status};
+use outram_wire::control::Phase;
 use serde_json::json;
 
-use crate::paging::{FILLED, demand_transport, guest, transport, verify_all};
+use crate::paging::{
+    FILLED, demand_transport, detail, guest, transport, verify_all, wait_back, work,
+};
 use crate::soft_roce::SoftRoce;
 use outram_tests::small_lab::{Guest, Lab, Wish, demand_sound};
 
@@ -19,18 +21,6 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("with_rdma_alone_a_guest_waits_for_its_link", waits),
     ("a_backend_started_again_waits_for_rdma", started_again),
 ];
-
-/// Has a vCPU read and write for a while; the number of the command.
-fn work(guest: &mut Guest, seconds: f64) -> Result<u64> {
-    let work = json!({"page": 0, "pages": FILLED, "seconds": seconds, "write_share": 0.5});
-    guest.send(1, "work", work)
-}
-
-fn detail(status: &Status) -> &str {
-    let server = status.servers.first();
-    let detail = server.and_then(|server| server.detail.as_deref());
-    detail.unwrap_or_default()
-}
 
 fn leaves_tcp(lab: &Lab) -> Result<()> {
     let device = SoftRoce::on_loopback()?;
@@ -50,11 +40,7 @@ fn leaves_tcp(lab: &Lab) -> Result<()> {
 
     device.add()?;
     let sent = work(&mut guest, 4.0)?;
-    // A young session waits for a minute before it makes its connections anew.
-    let is_back = |status: &Status| transport(status) == "RDMA (rxe0)";
-    guest
-        .wait_status("a minute", is_back)
-        .or_else(|_| guest.wait_status("pages to go over RDMA again", is_back))?;
+    wait_back(&guest, &device.transport())?;
     demand_sound(&guest.answer(sent)?)?;
     verify_all(&mut guest)?;
     guest.end(&[&server])
@@ -73,17 +59,22 @@ fn waits(lab: &Lab) -> Result<()> {
             && status.waiting_faults > 0
             && detail(status).contains("no RDMA device can be used")
     })?;
-    goes_on_once_added(&mut guest, &device, sent)?;
+    goes_on_once(&mut guest, sent, &device, || device.add())?;
     guest.end(&[&server])
 }
 
-/// What waits is answered when the device is there again, and not before.
-fn goes_on_once_added(guest: &mut Guest, device: &SoftRoce, sent: u64) -> Result<()> {
+/// What waits is answered when RDMA is there again, and not before.
+pub(crate) fn goes_on_once(
+    guest: &mut Guest,
+    sent: u64,
+    device: &SoftRoce,
+    mend: impl FnOnce() -> Result<()>,
+) -> Result<()> {
     guest.demand_silence(sent)?;
-    device.add()?;
+    mend()?;
     demand_sound(&guest.answer(sent)?)?;
     verify_all(guest)?;
-    demand_transport(guest, "RDMA (rxe0)")
+    demand_transport(guest, &device.transport())
 }
 
 /// A guest is refused in words where there is no RDMA when it starts; one that is there is kept.
@@ -109,7 +100,7 @@ fn started_again(lab: &Lab) -> Result<()> {
     guest.wait_status("the wait to be told", |status| {
         status.phase == Phase::Stalled && detail(status).contains("RDMA fails")
     })?;
-    goes_on_once_added(&mut guest, &device, sent)?;
+    goes_on_once(&mut guest, sent, &device, || device.add())?;
     guest.connect()?;
     guest.end(&[&server])
 }

@@ -11,45 +11,67 @@ use outram_tests::hermetic::command::{run, wait_for};
 
 use outram_tests::small_lab::LONG;
 
+/// A network device made for one, with an address, and the other end of its cable.
+const NETWORK: &str = "roce1";
+const ADDRESS: &str = "10.77.0.1/24";
+const FAR: &str = "roce1-far";
+const FAR_ADDRESS: &str = "10.77.0.2/24";
+
 /// The device; gone when dropped, once nobody uses it.
 pub(crate) struct SoftRoce {
     name: &'static str,
-    /// Made for it, if any.
-    network: Option<&'static str>,
+    network: &'static str,
+    /// Whether the network was made for it, and goes with it.
+    owns_network: bool,
 }
 
 impl SoftRoce {
     /// Over the loopback device, whose address all servers here have.
     pub(crate) fn on_loopback() -> Result<Self> {
-        let device = Self {
+        Self {
             name: "rxe0",
-            network: None,
-        };
-        device.add()?;
-        Ok(device)
+            network: "lo",
+            owns_network: false,
+        }
+        .added()
     }
 
     /// Over a network device of its own, with an address of its own.
     pub(crate) fn apart() -> Result<Self> {
-        let network = "roce1";
-        let pair = ["type", "veth", "peer", "name", "roce1-far"];
-        run("ip", &[&["link", "add", network][..], &pair].concat())?;
-        run("ip", &["link", "set", "roce1-far", "up"])?;
-        run("ip", &["addr", "add", "10.77.0.1/24", "dev", network])?;
-        run("ip", &["link", "set", network, "up"])?;
+        let pair = ["type", "veth", "peer", "name", FAR];
+        run("ip", &[&["link", "add", NETWORK][..], &pair].concat())?;
         let device = Self {
             name: "rxe1",
-            network: Some(network),
+            network: NETWORK,
+            owns_network: true,
         };
-        device.add()?;
-        Ok(device)
+        run("ip", &["link", "set", FAR, "up"])?;
+        device.set_up(true)?;
+        device.added()
+    }
+
+    /// Two, each in working order and with an address, of which neither hears the other: what goes from
+    /// one of a kernel's addresses to another takes the loopback device, where there is no RDMA.
+    pub(crate) fn strangers() -> Result<[Self; 2]> {
+        let near = Self::apart()?;
+        run("ip", &["addr", "add", FAR_ADDRESS, "dev", FAR])?;
+        let far = Self {
+            name: "rxe2",
+            network: FAR,
+            owns_network: false,
+        };
+        Ok([near, far.added()?])
+    }
+
+    fn added(self) -> Result<Self> {
+        self.add()?;
+        Ok(self)
     }
 
     /// Adds it, at first or once it was deleted.
     pub(crate) fn add(&self) -> Result<()> {
-        let network = self.network.unwrap_or("lo");
-        let link = ["link", "add", self.name, "type", "rxe", "netdev", network];
-        run("rdma", &link).map(drop)
+        let link = ["link", "add", self.name, "type", "rxe", "netdev"];
+        run("rdma", &[&link[..], &[self.network]].concat()).map(drop)
     }
 
     /// Deletes it; returns once nobody has it open.
@@ -75,13 +97,20 @@ impl SoftRoce {
         self.name
     }
 
-    /// Takes the network from under it, or gives it back.
+    /// What a guest's status calls it.
+    pub(crate) fn transport(&self) -> String {
+        format!("RDMA ({})", self.name)
+    }
+
+    /// Takes the network that was made for it from under it, or gives it back.
     pub(crate) fn set_up(&self, up: bool) -> Result<()> {
-        let network = self.network.context("a network device of its own")?;
-        run(
-            "ip",
-            &["link", "set", network, if up { "up" } else { "down" }],
-        )?;
+        ensure!(self.owns_network, "{} is everybody's", self.network);
+        let state = if up { "up" } else { "down" };
+        run("ip", &["link", "set", self.network, state])?;
+        if up {
+            // There still, or not: that is the kernel's choice.
+            run("ip", &["addr", "replace", ADDRESS, "dev", self.network])?;
+        }
         Ok(())
     }
 
@@ -104,8 +133,8 @@ impl SoftRoce {
 impl Drop for SoftRoce {
     fn drop(&mut self) {
         // One that somebody still uses goes with the lab guest.
-        if let Some(network) = self.network {
-            let _ = run("ip", &["link", "del", network]);
+        if self.owns_network {
+            let _ = run("ip", &["link", "del", self.network]);
         } else {
             let _ = self.delete_within(Duration::from_secs(10));
         }
