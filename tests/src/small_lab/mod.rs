@@ -8,6 +8,7 @@ mod control;
 mod guest;
 
 use std::fs;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
@@ -46,6 +47,7 @@ pub const WHILE: Duration = Duration::from_millis(700);
 /// The sandbox's furniture.
 pub struct Lab {
     programs: PathBuf,
+    host: IpAddr,
     next_port: AtomicU16,
 }
 
@@ -53,16 +55,23 @@ impl Lab {
     /// Makes the machine's state private and issues certificates. Call it once, in the sandbox; the
     /// others of our programs are beside this one.
     pub fn new(program: &Path) -> Result<Self> {
-        let programs = program.parent().context("a program is in a folder")?;
         run("ip", &["link", "set", "lo", "up"])?;
+        Self::at(program, Ipv4Addr::LOCALHOST.into())
+    }
+
+    /// The same with servers at another address of this machine's.
+    pub fn at(program: &Path, host: IpAddr) -> Result<Self> {
+        let programs = program.parent().context("a program is in a folder")?;
         run("mount", &["-t", "tmpfs", "-o", "mode=755", "tmpfs", ROOT])?;
+        let own = host.to_string();
         for folder in ["pki", "other-pki"] {
-            certificates(&Path::new(ROOT).join(folder), &["127.0.0.1"])?;
+            certificates(&Path::new(ROOT).join(folder), &["127.0.0.1", &own])?;
         }
         // No settings of this machine's are to matter.
         fs::write(Path::new(ROOT).join("backend.toml"), "")?;
         Ok(Self {
             programs: programs.to_owned(),
+            host,
             next_port: AtomicU16::new(7100),
         })
     }
@@ -78,10 +87,21 @@ impl Lab {
         Ok(path)
     }
 
+    /// The address of this machine's that servers are at.
+    pub fn host(&self) -> IpAddr {
+        self.host
+    }
+
     /// An address that nobody else was given.
     pub fn address(&self) -> String {
-        let port = self.next_port.fetch_add(1, Ordering::Relaxed);
-        format!("127.0.0.1:{port}")
+        loop {
+            let port = self.next_port.fetch_add(1, Ordering::Relaxed);
+            let address = SocketAddr::new(self.host, port);
+            // Outside of a network of our own, others may listen too.
+            if TcpListener::bind(address).is_ok() {
+                return address.to_string();
+            }
+        }
     }
 
     /// A file or folder of the lab.

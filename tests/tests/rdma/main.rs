@@ -1,11 +1,16 @@
 //! RDMA, for real: over soft-RoCE in the lab guest (see `outram_tests::lab_guest`). There this same
 //! program runs the tests of its modules; outside each is reported under its name. Where the lab guest
 //! cannot be had, all are reported as ignored.
+//!
+//! Those that need no more than a device are run a second time where this machine has one, over that:
+//! the native check. Without such a device these are reported as ignored.
 
+mod at_hand;
 #[path = "../../../memserver/tests/client/mod.rs"]
 mod client;
 mod doctor;
 mod links;
+mod native;
 mod paging;
 mod removal;
 mod soft_roce;
@@ -40,6 +45,9 @@ const LIMIT: Duration = Duration::from_secs(1500);
 /// Set where this program runs in the lab guest.
 const INSIDE: &str = "OUTRAM_TEST_IN_LAB";
 
+/// Set where it runs the native check: the address of the device's port.
+const NATIVE: &str = "OUTRAM_TEST_RDMA_AT";
+
 /// Said in there where the kernel has no soft-RoCE.
 const NO_RXE: &str = "this kernel has no rdma_rxe";
 
@@ -59,12 +67,17 @@ fn main() -> ExitCode {
     if let Ok(server) = std::env::var(tenants::PESTER) {
         return pester(&server);
     }
+    let program = Path::new(env!("CARGO_BIN_EXE_small-vmm"));
     if std::env::var_os(INSIDE).is_some() {
-        return inside(&tests);
+        return inside(Lab::new(program), &tests);
+    }
+    if let Ok(address) = std::env::var(NATIVE) {
+        return inside(native::lab(program, &address), &native::tests());
     }
     let arguments = Arguments::from_args();
     let trial = |(name, _): Test| Trial::ignorable_test(name, move || outcome(outside(name)));
-    let trials = tests.into_iter().map(trial).collect();
+    let mut trials: Vec<Trial> = tests.into_iter().map(trial).collect();
+    trials.extend(native::trials());
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
@@ -92,6 +105,11 @@ fn outside(name: &str) -> Result<()> {
     if said.contains(NO_RXE) {
         bail!(Skipped(NO_RXE.to_owned()));
     }
+    report(name, said)
+}
+
+/// One test's outcome, and what it told of itself.
+fn report(name: &str, said: &str) -> Result<()> {
     let passed = format!("{OUTCOME} {name} ok");
     ensure!(said.lines().any(|line| line.trim() == passed), "{said}");
     for line in said
@@ -120,8 +138,8 @@ fn run_lab() -> Result<String> {
 }
 
 /// Runs all tests, or those whose name contains a word of the command line.
-fn inside(tests: &[Test]) -> ExitCode {
-    let lab = match Lab::new(Path::new(env!("CARGO_BIN_EXE_small-vmm"))) {
+fn inside(lab: Result<Lab>, tests: &[Test]) -> ExitCode {
+    let lab = match lab {
         Ok(lab) => lab,
         Err(error) => {
             println!("{error:#}");

@@ -15,8 +15,8 @@ use outram_wire::server::data::{MAX_PAYLOAD_BYTES, Op};
 use outram_wire::server::{Refusal, Reply, Request, SlabId};
 use outram_wire::verbs::{Choice, Domain, Failure, Initiator, PostError, Remote, Stretch};
 
+use crate::at_hand::AtHand;
 use crate::client::{Client, extent, vm};
-use crate::soft_roce::SoftRoce;
 use crate::verbs::{PAGE, completed, content, demand_failure, stretch};
 use outram_tests::small_lab::{LONG, Lab, SLAB};
 
@@ -175,7 +175,7 @@ fn lease_and_give_back(
 }
 
 fn given_back(lab: &Lab) -> Result<()> {
-    let _device = SoftRoce::on_loopback()?;
+    let _device = AtHand::of(lab)?;
     let server = lab.server_with(&["--memory", "5MiB"])?;
     let mut hostile = Tenant::of(lab, &server, 1)?;
     let pairs = [hostile.pair()?, hostile.pair()?];
@@ -258,7 +258,7 @@ fn touching(own: &[Held], others: &[Held]) -> Result<[(Held, Held); 2]> {
 
 /// A server that registered more than the slab would have the neighbour's bytes read and written.
 fn borders(lab: &Lab) -> Result<()> {
-    let _device = SoftRoce::on_loopback()?;
+    let _device = AtHand::of(lab)?;
     let server = lab.server_with(&["--memory", "16MiB"])?;
     let pki = lab.path("pki");
     let mut hostile = Tenant::new(&pki, &server.address, 1)?;
@@ -310,7 +310,7 @@ fn borders(lab: &Lab) -> Result<()> {
 const MOST: usize = 64;
 
 fn crowd(lab: &Lab) -> Result<()> {
-    let _device = SoftRoce::on_loopback()?;
+    let _device = AtHand::of(lab)?;
     let server = lab.server_with(&["--memory", "4MiB"])?;
     let mut bystander = Tenant::of(lab, &server, 2)?;
     let (others, mut theirs) = (bystander.lease()?, bystander.pair()?);
@@ -394,7 +394,7 @@ fn start_pester(lab: &Lab, server: &MemServer) -> Result<Child> {
 }
 
 fn killed(lab: &Lab) -> Result<()> {
-    let _device = SoftRoce::on_loopback()?;
+    let _device = AtHand::of(lab)?;
     let server = lab.server_with(&["--memory", "4MiB"])?;
     let mut bystander = Tenant::of(lab, &server, 1)?;
     let (held, mut pair) = (bystander.lease()?, bystander.pair()?);
@@ -416,7 +416,7 @@ fn killed(lab: &Lab) -> Result<()> {
 fn ahead(lab: &Lab) -> Result<()> {
     const LARGE: u64 = 64 << 20;
     const SPARE: &str = "outram_memserver_spare_bytes";
-    let _device = SoftRoce::on_loopback()?;
+    let _device = AtHand::of(lab)?;
     let server = lab.server_of(LARGE, &["--memory", "128MiB"])?;
     ensure!(server.metric(SPARE)? == 0, "nobody has asked for RDMA yet");
     let mut tenant = Tenant::new(&lab.path("pki"), &server.address, 1)?;

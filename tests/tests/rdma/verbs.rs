@@ -1,18 +1,16 @@
 //! One-sided reads and writes between two ends of a queue pair, and what they may not touch.
 #![allow(unsafe_code)]
 
-use std::net::{IpAddr, Ipv4Addr};
 use std::ptr::{self, NonNull};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use outram_tests::hermetic::command::wait_for;
 use outram_wire::verbs::{
-    Access, Choice, Domain, Failure, Initiator, PostError, Region, Remote, Responder, Stretch,
-    VerbsError,
+    Access, Domain, Failure, Initiator, PostError, Region, Remote, Responder, Stretch, VerbsError,
 };
 
-use crate::soft_roce::SoftRoce;
+use crate::at_hand::AtHand;
 use outram_tests::small_lab::{LONG, Lab};
 
 pub(crate) const TESTS: &[crate::Test] = &[
@@ -80,11 +78,6 @@ impl Drop for Lent {
     }
 }
 
-fn domain() -> Result<Domain> {
-    let port = Choice::Auto.port(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
-    Ok(Domain::open(&port)?)
-}
-
 /// Two ends, joined; the one that is accessed belongs to `lender`.
 fn pair(lender: &Domain, borrower: &Domain) -> Result<(Responder, Initiator)> {
     let mut initiator = Initiator::new(borrower)?;
@@ -132,10 +125,10 @@ pub(crate) fn content(page: usize) -> Vec<u8> {
         .collect()
 }
 
-fn batches(_: &Lab) -> Result<()> {
+fn batches(lab: &Lab) -> Result<()> {
     const PAGES: usize = 256;
-    let _device = SoftRoce::on_loopback()?;
-    let (lender, borrower) = (domain()?, domain()?);
+    let device = AtHand::of(lab)?;
+    let (lender, borrower) = (device.domain()?, device.domain()?);
     let lent = Lent::new(&lender, PAGES, Access::ReadWrite)?;
     let (_responder, mut initiator) = pair(&lender, &borrower)?;
     let pages: Vec<Vec<u8>> = (0..PAGES).map(content).collect();
@@ -197,10 +190,10 @@ fn batches(_: &Lab) -> Result<()> {
 }
 
 /// One access of what is not lent fails, changes nothing, and ends its own queue pair alone.
-fn borders(_: &Lab) -> Result<()> {
+fn borders(lab: &Lab) -> Result<()> {
     const PAGES: usize = 4;
-    let _device = SoftRoce::on_loopback()?;
-    let (lender, borrower) = (domain()?, domain()?);
+    let device = AtHand::of(lab)?;
+    let (lender, borrower) = (device.domain()?, device.domain()?);
     let lent = Lent::new(&lender, PAGES, Access::ReadWrite)?;
     let remote = lent.remote();
     let (_bystander, mut unharmed) = pair(&lender, &borrower)?;
@@ -225,9 +218,9 @@ fn borders(_: &Lab) -> Result<()> {
     Ok(())
 }
 
-fn keys(_: &Lab) -> Result<()> {
-    let _device = SoftRoce::on_loopback()?;
-    let (lender, borrower, other) = (domain()?, domain()?, domain()?);
+fn keys(lab: &Lab) -> Result<()> {
+    let device = AtHand::of(lab)?;
+    let (lender, borrower, other) = (device.domain()?, device.domain()?, device.domain()?);
     let mut lent = Lent::new(&lender, 2, Access::ReadWrite)?;
     let others = Lent::new(&other, 2, Access::ReadWrite)?;
     let shown = Lent::new(&lender, 2, Access::Read)?;
@@ -259,9 +252,9 @@ fn keys(_: &Lab) -> Result<()> {
     Ok(())
 }
 
-fn gone(_: &Lab) -> Result<()> {
-    let _device = SoftRoce::on_loopback()?;
-    let (lender, borrower) = (domain()?, domain()?);
+fn gone(lab: &Lab) -> Result<()> {
+    let device = AtHand::of(lab)?;
+    let (lender, borrower) = (device.domain()?, device.domain()?);
     let lent = Lent::new(&lender, 2, Access::ReadWrite)?;
     let (responder, mut initiator) = pair(&lender, &borrower)?;
     drop(responder);
