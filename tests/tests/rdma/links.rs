@@ -1,4 +1,4 @@
-//! Networks that go and come back, and devices that do not hear each other although nothing is wrong with
+//! Networks that go and come back, and devices that do not find each other although nothing is wrong with
 //! either: what pages go over meanwhile, that none is lost, and what the status says.
 
 use std::fs;
@@ -21,7 +21,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
         leaves_tcp,
     ),
     ("with_rdma_alone_a_guest_waits_for_its_network", waits),
-    ("where_no_packet_arrives_pages_go_over_tcp", unheard),
+    ("devices_that_do_not_find_each_other_leave_tcp", unheard),
 ];
 
 /// Runs a test with a server at one device and guests at another, or the same.

@@ -50,8 +50,8 @@ impl SoftRoce {
         device.added()
     }
 
-    /// Two, each in working order and with an address, of which neither hears the other: what goes from
-    /// one of a kernel's addresses to another takes the loopback device, where there is no RDMA.
+    /// Two, each in working order and with an address, of which neither finds the other: the kernel tries
+    /// in vain to resolve the one's address from the other, so that queue pairs cannot be joined.
     pub(crate) fn strangers() -> Result<[Self; 2]> {
         let near = Self::apart()?;
         run("ip", &["addr", "add", FAR_ADDRESS, "dev", FAR])?;
