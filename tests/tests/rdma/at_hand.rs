@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use anyhow::Result;
 use outram_tests::small_lab::Lab;
-use outram_wire::verbs::{Choice, Domain, Port, port};
+use outram_wire::verbs::{Choice, Domain, Link, Port, link};
 
 use crate::soft_roce::SoftRoce;
 
@@ -42,7 +42,8 @@ impl AtHand {
 
 /// The address of a port of this machine's that can be used, if there is one.
 pub(crate) fn address() -> Option<IpAddr> {
-    let mut ports = port::ports().into_iter();
+    let links = link::links().into_iter().filter(Link::is_up);
+    let mut ports = links.flat_map(|link| link.addresses);
     ports.find_map(|port| own_address(&port))
 }
 

@@ -2,7 +2,6 @@
 //! part in it, and what becomes of them when the server goes.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
