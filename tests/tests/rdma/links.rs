@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use outram_tests::hermetic::server::MemServer;
 use outram_wire::control::Phase;
+use serde_json::json;
 
 use crate::paging::{
     FILLED, demand_transport, detail, guest, transport, verify_all, wait_back, work,
@@ -22,6 +23,10 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ),
     ("with_rdma_alone_a_guest_waits_for_its_network", waits),
     ("devices_that_do_not_find_each_other_leave_tcp", unheard),
+    (
+        "with_rdma_alone_devices_that_do_not_find_each_other_are_told_of",
+        told,
+    ),
 ];
 
 /// Runs a test with a server at one device and guests at another, or the same.
@@ -103,5 +108,25 @@ fn unheard(lab: &Lab) -> Result<()> {
         })?;
         verify_all(&mut guest)?;
         guest.end(&[server])
+    })
+}
+
+/// All connections are made anew every second or two meanwhile.
+fn told(lab: &Lab) -> Result<()> {
+    let [near, far] = SoftRoce::strangers()?;
+    between(lab, &near, &far, |server| {
+        let mut guest = guest(lab, &format!("rdma://{}", server.address))?;
+        // More than the guest may have here.
+        let sent = guest.send(0, "fill", json!({"page": 0, "pages": FILLED}))?;
+        for _ in 0..5 {
+            guest.wait_status("the wait to be told", |status| {
+                status.phase == Phase::Stalled
+                    && status.waiting_faults > 0
+                    && detail(status).contains("cannot use RDMA")
+            })?;
+            std::thread::sleep(Duration::from_millis(700));
+        }
+        guest.demand_silence(sent)?;
+        guest.kill(&[server])
     })
 }

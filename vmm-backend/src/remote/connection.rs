@@ -129,7 +129,7 @@ macro_rules! carried {
 impl std::fmt::Debug for DataConn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DataConn")
-            .field("rdma", &matches!(self.carrier, Carrier::Verbs(_)))
+            .field("rdma", &self.is_verbs())
             .field("pending", &self.pending())
             .field("dead", &self.is_dead())
             .finish_non_exhaustive()
@@ -179,6 +179,11 @@ impl DataConn {
             generation,
             ..Self::new(server, socket)
         }
+    }
+
+    /// Whether it goes over RDMA.
+    pub(super) fn is_verbs(&self) -> bool {
+        matches!(self.carrier, Carrier::Verbs(_))
     }
 
     /// Which greeting of its session it was opened after: the server's fence lies between two.

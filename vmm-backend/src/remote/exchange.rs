@@ -237,6 +237,7 @@ impl Keeper {
 
     /// RDMA, in use since then, is of no use: all is made anew, over TCP for a while where that will do.
     pub(super) fn lose_verbs(&mut self, since: Instant, error: RemoteError) -> LinkEnd {
+        self.lacks_verbs = true;
         if self.dialer.address.transport() == Transport::Auto {
             self.verbs_pause
                 .note_failure(Instant::now(), since.elapsed());

@@ -61,6 +61,8 @@ pub(super) struct Keeper {
     pub(super) verbs_pause: VerbsPause,
     /// The device that connections were last opened on.
     pub(super) device: Option<Presence>,
+    /// RDMA has failed, and no connection was opened over it since.
+    pub(super) lacks_verbs: bool,
 }
 
 impl Keeper {
@@ -117,6 +119,7 @@ impl Keeper {
             first: Some(greeted),
             verbs_pause: VerbsPause::new(Instant::now()),
             device: None,
+            lacks_verbs: false,
             dialer,
         })
     }
@@ -166,6 +169,7 @@ impl Keeper {
             first: None,
             verbs_pause: VerbsPause::new(Instant::now()),
             device: None,
+            lacks_verbs: false,
             dialer,
         })
     }
@@ -320,9 +324,12 @@ impl Keeper {
             || "TCP".to_owned(),
             |verbs| format!("RDMA ({})", verbs.port().device),
         );
+        let is_mended = !(self.lacks_verbs && link.verbs.is_some());
         self.show(|status| {
-            status.connected = true;
-            status.detail = None;
+            status.connected = is_mended;
+            if is_mended {
+                status.detail = None;
+            }
             status.transport = Some(transport);
             status.instance = welcome.instance;
             status.slab_bytes = welcome.slab_bytes;
@@ -397,8 +404,17 @@ impl Keeper {
                 self.retry_role(role);
                 Ok(())
             }
+            Order::DataOpened(generation) if self.is_current(generation) => {
+                if std::mem::take(&mut self.lacks_verbs) {
+                    self.show(|status| {
+                        status.connected = true;
+                        status.detail = None;
+                    });
+                }
+                Ok(())
+            }
             // All have been opened anew since.
-            Order::DataLost(_) | Order::DataFailed(..) => Ok(()),
+            Order::DataLost(_) | Order::DataOpened(_) | Order::DataFailed(..) => Ok(()),
             Order::Close(answer) => {
                 let _ = answer.send(self.dialer.say_goodbye(&mut link.channel, link.next_id));
                 Err(LinkEnd::Over)
@@ -449,7 +465,7 @@ impl Keeper {
                     let _ = answer.send(Err(RemoteError::Disconnected(address)));
                 }
                 // Every role gets a connection after the next greeting anyway.
-                Ok(Order::DataLost(_) | Order::DataFailed(..)) => {}
+                Ok(Order::DataLost(_) | Order::DataOpened(_) | Order::DataFailed(..)) => {}
                 Ok(Order::Close(answer)) => {
                     let greeted = self.dialer.greet(&self.purpose);
                     let ended = greeted

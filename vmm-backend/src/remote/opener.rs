@@ -59,8 +59,10 @@ impl Opener {
                 Ok(_) if self.is_void(opening.generation) => continue,
                 Ok(mut conn) => {
                     conn.generation = opening.generation;
+                    let is_pair = conn.is_verbs();
                     let event = SessionEvent::DataConnection { server, role, conn };
                     self.events.send(event).is_ok()
+                        && (!is_pair || self.orders.give(Order::DataOpened(opening.generation)))
                 }
                 Err(error) => self
                     .orders

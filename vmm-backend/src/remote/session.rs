@@ -18,7 +18,7 @@ use super::{DiskOpening, RemoteConfig, RemoteError, ServerAddress, SessionEvent}
 pub struct SessionStatus {
     /// The server.
     pub address: ServerAddress,
-    /// Whether the control connection stands.
+    /// Whether the control connection stands and, where RDMA had failed, pages go over it again.
     pub connected: bool,
     /// The last error, in words, while something is wrong.
     pub detail: Option<String>,
@@ -52,6 +52,8 @@ pub(super) enum Order {
     Reserve(u64, Sender<Result<(), RemoteError>>),
     /// A data connection of this greeting is dead.
     DataLost(u64),
+    /// A connection over RDMA was opened after this greeting.
+    DataOpened(u64),
     /// The opener could not open the role's connection after this greeting.
     DataFailed(usize, u64, RemoteError),
     Close(Sender<Result<(), RemoteError>>),
