@@ -14,11 +14,12 @@ use outram_tests::hermetic::command::wait_for;
 use outram_wire::control::Request;
 use serde_json::json;
 
-use crate::disk;
-use crate::fixture::{Guest, LEAST, LONG, Lab, SLAB, Wish, demand_sound};
+use crate::fixture::{Guest, LEAST, LEAST_HUGE, LONG, Lab, SLAB, Wish, demand_sound};
+use crate::{disk, huge};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("crash_points_of_pages", pages),
+    ("crash_points_of_stores_to_what_was_read", stores),
     ("crash_points_of_leases", leases),
     ("crash_points_of_vacating", vacating),
     ("crash_points_of_discards", discards),
@@ -47,6 +48,7 @@ const TRIES_MOST: u32 = 500;
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Scenario {
     Pages,
+    Stores,
     Leases,
     Vacating,
     Discards,
@@ -83,9 +85,8 @@ fn scenario(point: Point) -> Scenario {
         | Point::ZeroMade
         | Point::ZeroMarked
         | Point::FilledCopied
-        | Point::FilledMarked
-        | Point::UnprotectMarked
-        | Point::Unprotected => Scenario::Pages,
+        | Point::FilledMarked => Scenario::Pages,
+        Point::UnprotectMarked | Point::Unprotected => Scenario::Stores,
         Point::LeaseAsked | Point::LeaseGranted | Point::LeaseRecorded => Scenario::Leases,
         Point::VacateAsked | Point::MoveStaged | Point::MoveMarked => Scenario::Vacating,
         Point::DiscardRead | Point::DiscardApplied | Point::LeaseReturned => Scenario::Discards,
@@ -214,6 +215,28 @@ fn pages(lab: &Lab) -> Result<()> {
     })?;
     guest.connect()?;
     guest.verify(FILLED, ZEROS)?;
+    guest.end(&[&server])
+}
+
+/// Huge pages that are read come back write-protected: stores to them are faults.
+fn stores(lab: &Lab) -> Result<()> {
+    let server = huge::server(lab)?;
+    let servers = [server.address.as_str()];
+    let wish = huge::wish(&servers, LEAST_HUGE, false);
+    let pages = huge::RAM_PAGES;
+    let (_pool, mut guest) = huge::start(lab, &wish)?;
+    guest.fill(0, pages)?;
+    each(Scenario::Stores, |point| {
+        guest.kill_backend()?;
+        guest.take_over(lab, &dying(&wish, point))?;
+        let work = json!({"page": 0, "pages": pages, "seconds": 1.0, "write_share": 0.5});
+        let sent = guest.send(0, "work", work)?;
+        guest.wait_death()?;
+        guest.take_over(lab, &wish)?;
+        demand_sound(&guest.answer(sent)?)?;
+        guest.verify(0, pages)
+    })?;
+    guest.connect()?;
     guest.end(&[&server])
 }
 

@@ -33,12 +33,12 @@ const HUGE: u64 = 2 << 20;
 /// Base pages in a huge one.
 const EACH: u64 = HUGE / PAGE;
 const RAM_MIB: u64 = 192;
-const RAM_PAGES: u64 = (RAM_MIB << 20) / PAGE;
+pub(crate) const RAM_PAGES: u64 = (RAM_MIB << 20) / PAGE;
 /// Huge pages of its RAM.
 const RAM_HUGE: u64 = (RAM_MIB << 20) / HUGE;
 const WHOLE: u64 = RAM_MIB << 20;
 
-fn server(lab: &Lab) -> Result<MemServer> {
+pub(crate) fn server(lab: &Lab) -> Result<MemServer> {
     lab.server_of(4 << 20, &["--memory", "1GiB"])
 }
 
@@ -46,7 +46,7 @@ fn server(lab: &Lab) -> Result<MemServer> {
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// A pool for one guest, and for one test.
-struct Pool {
+pub(crate) struct Pool {
     _pages: HugePages,
     _alone: MutexGuard<'static, ()>,
 }
@@ -60,15 +60,23 @@ fn pool() -> Result<Pool> {
 }
 
 fn guest(lab: &Lab, limit: u64, server: &str, populated: bool) -> Result<(Pool, Guest)> {
-    let pool = pool()?;
-    let wish = Wish {
+    start(lab, &wish(&[server], limit, populated))
+}
+
+/// A guest of all that is in the pool.
+pub(crate) fn wish<'a>(servers: &'a [&'a str], limit: u64, populated: bool) -> Wish<'a> {
+    Wish {
         ram_mib: &[RAM_MIB / 2, RAM_MIB / 2],
         limit,
-        servers: &[server],
+        servers,
         huge: Some(populated),
         ..Wish::default()
-    };
-    Ok((pool, Guest::start(lab, &wish)?))
+    }
+}
+
+pub(crate) fn start(lab: &Lab, wish: &Wish<'_>) -> Result<(Pool, Guest)> {
+    let pool = pool()?;
+    Ok((pool, Guest::start(lab, wish)?))
 }
 
 /// Sends three vCPUs to work on a third of the RAM each: one reads and writes, one reads, and one has

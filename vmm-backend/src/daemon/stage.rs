@@ -159,6 +159,8 @@ impl Daemon {
             Stage::Serving(guest) => Some(guest),
             _ => None,
         };
+        // Before the memory is looked at: where all is home, nothing may be told to be elsewhere.
+        let homing = guest.and_then(|guest| homing(guest));
         let memory = guest.map(|guest| guest.pager.memory()).unwrap_or_default();
         let servers = match guest {
             Some(guest) => guest.pager.servers(),
@@ -215,7 +217,7 @@ impl Daemon {
             stored_bytes: memory.stored,
             filled_bytes: memory.filled,
             lost_bytes: memory.lost,
-            homing: guest.and_then(|guest| homing(guest)),
+            homing,
             waiting_faults: memory.waiting_faults,
             kernel_memfd_bytes: memory.kernel_memfd,
             kernel_staging_bytes: memory.kernel_staging,
