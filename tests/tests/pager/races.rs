@@ -1,6 +1,8 @@
 //! The races that the design names: evict beside read fault beside write, REMOVE beside COPY,
 //! duplicate events, signals, EEXIST and EAGAIN.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
@@ -11,6 +13,7 @@ use crate::fixture::{Guest, LEAST, LONG, Lab, PAGE, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("eviction_beside_reads_and_writes", eviction),
+    ("limits_go_up_and_down_at_once", limits),
     ("discards_beside_faults", discards),
     ("dropped_mappings_keep_their_bytes", dropped),
     ("given_back_pages_are_freed_at_the_server", freed),
@@ -57,6 +60,45 @@ fn eviction(lab: &Lab) -> Result<()> {
     let counters = guest.status()?.counters;
     ensure!(
         counters.faults_remote > 0 && counters.evicted_clean_pages > 0,
+        "{counters:?}"
+    );
+    guest.end(&[&server])
+}
+
+/// A limit of all RAM takes staging's memory away, and a lower one right after it needs that again: what is
+/// staged then stays as it is.
+fn limits(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let wish = Wish {
+        limit: 48 << 20,
+        servers: &[&server.address],
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, 15_000)?;
+    let work = |page, seed| json!({"page": page, "pages": 7500, "seconds": 4.0, "seed": seed, "write_share": 0.5});
+    let sent = [
+        guest.send(0, "work", work(0, 1))?,
+        guest.send(1, "work", work(7500, 2))?,
+    ];
+    let until = Instant::now() + Duration::from_secs(4);
+    let mut rounds = 0;
+    while Instant::now() < until {
+        guest.tune(64 << 20)?;
+        guest.tune(if rounds % 2 == 0 { 48 << 20 } else { LEAST })?;
+        rounds += 1;
+    }
+    for id in sent {
+        demand_sound(&guest.answer(id)?)?;
+    }
+    guest.verify(0, 15_000)?;
+    let counters = guest.status()?.counters;
+    ensure!(
+        counters.refused_reads == 0 && counters.integrity_failures == 0,
+        "after {rounds} rounds: {counters:?}"
+    );
+    ensure!(
+        counters.evicted_pages > counters.evicted_clean_pages,
         "{counters:?}"
     );
     guest.end(&[&server])

@@ -140,7 +140,7 @@ impl StagingPool {
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Changes the number of slots; backing memory for growth must be there before. Slots in use
+    /// Changes the number of slots; backing memory for growth must be there before, and stay. Slots in use
     /// beyond a smaller capacity are retired once free; those free are retired now.
     pub fn set_capacity(&self, capacity: u32) {
         let mut slots = self.slots();
@@ -167,7 +167,8 @@ impl StagingPool {
         slots.free.sort_unstable_by(|a, b| b.cmp(a));
     }
 
-    /// Slots retired since the last call: their memory can be given back.
+    /// Slots retired since the last call: their memory can be given back, before they may be used again by
+    /// a capacity that grows.
     pub fn drain_retired(&self) -> Vec<StagingSlot> {
         std::mem::take(&mut self.slots().retired)
     }

@@ -67,17 +67,22 @@ impl Housekeeping {
                 .slots
                 .set_connected(server, status.connected && session.lease_valid());
         }
-        let retired = self.shared.staging.drain_retired();
-        let gave_back = !retired.is_empty();
-        for slot in retired {
-            if let Err(error) = self.staging.give_back(slot) {
-                tracing::warn!(%error, "memory of a staging slot is not given back");
-            }
-        }
-        if gave_back {
+        if self.give_staging_back() {
             self.rule.apply(&self.shared);
             self.shards.iter().for_each(Inbox::ring);
         }
+    }
+
+    /// Whether there was memory of staging that nobody needs.
+    fn give_staging_back(&self) -> bool {
+        let backing = self.staging.backing();
+        let retired = self.shared.staging.drain_retired();
+        for slot in &retired {
+            if let Err(error) = backing.give_back(*slot) {
+                tracing::warn!(%error, "memory of a staging slot is not given back");
+            }
+        }
+        !retired.is_empty()
     }
 
     fn hear(&mut self, event: SessionEvent) {

@@ -7,6 +7,7 @@ use outram_wire::granularity::GranularityError;
 use outram_wire::tuning::{QueueDepth, Tuning, Workers};
 use outram_wire::units::{Limit, PageSize, format_size};
 
+use super::state_dir::Backing;
 use super::{Course, Pager, lock};
 use crate::crash_points::{self, Point};
 use crate::engine::Shared;
@@ -247,11 +248,13 @@ impl Pager {
         next.check()?;
         self.promise(&standing, &next)?;
         crash_points::pass(Point::TunePromised);
-        if let Err(error) = self.back_staging(&standing, &next) {
-            self.promise_less(&standing);
-            return Err(error);
+        match self.back_staging(&standing, &next) {
+            Ok(backing) => self.settle(&mut standing, next, backing),
+            Err(error) => {
+                self.promise_less(&standing);
+                return Err(error);
+            }
         }
-        self.settle(&mut standing, next);
         crash_points::pass(Point::TuneSettled);
         if let Err(error) = self.update_record(|record| record.limit = limit) {
             tracing::warn!(%error, "a backend that takes over from this one would keep the former limit");
@@ -297,7 +300,7 @@ impl Pager {
                 ..*standing
             };
             self.promise(&standing, &next).map_err(TuningError::Limit)?;
-            self.settle(&mut standing, next);
+            self.settle(&mut standing, next, self.staging.backing());
         }
         if let Some(workers) = tuning.workers {
             self.evictors.set(workers)?;
@@ -314,30 +317,33 @@ impl Pager {
         Ok(())
     }
 
-    /// Allocates the staging that is needed beyond what was before.
+    /// Allocates the staging that is needed beyond what was before, which is for [`Pager::settle`] to have used.
     pub(super) fn back_staging(
         &self,
         before: &Standing,
         next: &Standing,
-    ) -> Result<(), LimitError> {
+    ) -> Result<Backing<'_>, LimitError> {
         let staging_pages = next.sizes().staging_pages;
-        if staging_pages <= before.sizes().staging_pages {
-            return Ok(());
+        let backing = self.staging.backing();
+        if staging_pages > before.sizes().staging_pages {
+            backing
+                .back(0, staging_pages)
+                .map_err(LimitError::Staging)?;
         }
-        self.staging
-            .back(0, staging_pages)
-            .map_err(LimitError::Staging)
+        Ok(backing)
     }
 
     /// Changes what the limit is and of how much RAM; the servers have promised room for it, and its
-    /// staging is there. While everything comes home, the limit stays out of the way.
-    pub(super) fn settle(&self, standing: &mut Standing, next: Standing) {
+    /// staging is there: nothing of that was given back since. While everything comes home, the limit stays
+    /// out of the way.
+    pub(super) fn settle(&self, standing: &mut Standing, next: Standing, backing: Backing<'_>) {
         let sizes = next.sizes();
         let (limit_pages, compressed_pages) = match self.course() {
             Course::Serving => (sizes.limit_pages, sizes.compressed_pages),
             Course::Homing | Course::Leaving | Course::Released => (next.ram_pages(), 0),
         };
         self.shared.staging.set_capacity(sizes.staging_pages);
+        drop(backing);
         self.shared.slots.set_keep_allowance(sizes.keep_pages);
         self.pin_gate.set_limit(sizes.limit_pages);
         self.rule.set(&self.shared, limit_pages, next.ram_pages());
@@ -351,7 +357,7 @@ impl Pager {
     /// The guest's RAM has become less: the limit follows, and so does what the servers promise.
     /// Staging never grows by it.
     pub(super) fn shrink(&self, standing: &mut Standing, next: Standing) {
-        self.settle(standing, next);
+        self.settle(standing, next, self.staging.backing());
         self.promise_less(standing);
     }
 

@@ -265,6 +265,7 @@ impl PreparedPager {
         let table_file = table.file().map_err(system("duplicating a descriptor"))?;
         let staging = Arc::new(state_dir.create_staging(most_staging, size)?);
         staging
+            .backing()
             .back(0, sizes.staging_pages)
             .map_err(system("allocating the staging area"))?;
         let mut secret = Secret::new([0; SECRET_BYTES]);

@@ -360,7 +360,7 @@ impl Pager {
         let before = *standing;
         self.promise(&before, &grown)?;
         let backed = self.back_staging(&before, &grown);
-        let plugged = backed.map_err(AsideReason::from).and_then(|()| {
+        let plugged = backed.map_err(AsideReason::from).and_then(|backing| {
             self.aside.change(|list| {
                 // Nobody starts to use it while the list is held.
                 if aside.is_some_and(in_use) {
@@ -369,14 +369,19 @@ impl Pager {
                 self.plug(block)?;
                 // Managed or aside, never seen as both.
                 list.retain(|aside| aside.mapping != *mapping);
-                Ok(())
+                Ok(backing)
             })
         });
         match plugged {
-            Ok(()) => self.settle(&mut standing, grown),
-            Err(_) => self.promise_less(&before),
+            Ok(backing) => {
+                self.settle(&mut standing, grown, backing);
+                Ok(())
+            }
+            Err(reason) => {
+                self.promise_less(&before);
+                Err(reason)
+            }
         }
-        plugged
     }
 
     /// Gives a block to the shards: all of it or nothing. Only then may anything of it be evicted.

@@ -14,6 +14,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, MutexGuard};
 
 use outram_wire::units::VmId;
 use rustix::fs::{FallocateFlags, FlockOperation};
@@ -230,6 +231,7 @@ impl StateDir {
                 mapping,
                 slots,
                 size,
+                backing: Mutex::default(),
             })
         };
         map().map_err(|source| StateError::File {
@@ -305,6 +307,7 @@ impl StateDir {
                 mapping,
                 slots,
                 size,
+                backing: Mutex::default(),
             })
         };
         make().map_err(|source| StateError::File {
@@ -497,28 +500,54 @@ pub(super) struct StagingArea {
     mapping: Mapping,
     slots: u32,
     size: PageSize,
+    backing: Mutex<()>,
 }
 
-impl StagingArea {
+/// Leave to give slots memory and to take it from them, which one at a time has: whoever has found slots
+/// to be unused gives their memory back before another has them used, and whoever has given them memory
+/// has them used before another finds them to be unused.
+#[derive(Debug)]
+pub(super) struct Backing<'a> {
+    area: &'a StagingArea,
+    _held: MutexGuard<'a, ()>,
+}
+
+impl Backing<'_> {
     /// Backs slots with memory, so that using them cannot fail.
     pub(super) fn back(&self, first: u32, count: u32) -> io::Result<()> {
         if count == 0 {
             return Ok(());
         }
-        let (offset, length) = self.range(first, count);
+        let (offset, length) = self.area.range(first, count);
+        let flags = FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(
-            &self.file,
-            FallocateFlags::KEEP_SIZE,
+            &self.area.file,
+            flags,
             offset,
             length,
         )?)
     }
 
-    /// Gives the memory of unused slots back.
+    /// Gives the memory of an unused slot back.
     pub(super) fn give_back(&self, slot: StagingSlot) -> io::Result<()> {
-        let (offset, length) = self.range(slot.0, 1);
+        let (offset, length) = self.area.range(slot.0, 1);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(&self.file, flags, offset, length)?)
+        Ok(rustix::fs::fallocate(
+            &self.area.file,
+            flags,
+            offset,
+            length,
+        )?)
+    }
+}
+
+impl StagingArea {
+    /// Waits for leave to give slots memory or to take it from them.
+    pub(super) fn backing(&self) -> Backing<'_> {
+        Backing {
+            area: self,
+            _held: super::lock(&self.backing),
+        }
     }
 
     /// Slots there is room for, backed or not.

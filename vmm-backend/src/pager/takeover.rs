@@ -440,7 +440,8 @@ fn without(
 
 /// Backs the staging area as far as its capacity, and beyond that only what a page holds.
 fn fit_staging(shared: &Shared, staging: &StagingArea, capacity: u32) -> io::Result<()> {
-    staging.back(0, capacity)?;
+    let backing = staging.backing();
+    backing.back(0, capacity)?;
     let table = &shared.table;
     let pages = table.touched_in(all_of(table)).flat_map(PageRun::pages);
     let held: HashSet<u32> = pages
@@ -448,7 +449,7 @@ fn fit_staging(shared: &Shared, staging: &StagingArea, capacity: u32) -> io::Res
         .map(|slot| slot.0)
         .collect();
     for slot in (capacity..staging.slots()).filter(|slot| !held.contains(slot)) {
-        staging.give_back(StagingSlot(slot))?;
+        backing.give_back(StagingSlot(slot))?;
     }
     Ok(())
 }
