@@ -40,7 +40,7 @@ fn bench(words: &[&str]) -> Result<String> {
 /// Swap is left out, for it is the whole machine's.
 fn tiny_run(folder: &Path) -> Result<String> {
     let folder = folder.display().to_string();
-    let small = "run --quick --rounds 1 --faults 200 --fault-mib 32 --tune-mib 16 --workload-mib 34 \
+    let small = "run --quick --rounds 1 --faults 200 --fault-mib 64 --tune-mib 16 --workload-mib 34 \
                  --only sequential-write,sequential-read --baselines plain --layout free --out";
     bench(
         &small
@@ -172,18 +172,22 @@ fn an_interrupted_run_leaves_what_it_measured() -> Result<()> {
     }
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("results.json");
-    let long = "run --quick --rounds 1000 --faults 200 --fault-mib 32 --tune-mib 16 --workload-mib 0 \
+    let long = "run --quick --rounds 1000 --faults 200 --fault-mib 64 --tune-mib 16 --workload-mib 0 \
                 --layout free --out";
-    let run = Command::new(env!("CARGO_BIN_EXE_bench"))
+    let mut run = Command::new(env!("CARGO_BIN_EXE_bench"))
         .args(long.split_whitespace())
         .arg(folder.path())
         .stderr(Stdio::piped())
         .spawn()?;
     let round = wait_for("a round's results", Duration::from_secs(120), || {
+        let ended = run.try_wait()?;
+        ensure!(ended.is_none(), "it ended by itself: {ended:?}");
         Ok(path.exists().then_some(()))
     });
     // Whatever came of it, it is not to go on.
-    kill(Pid::from_raw(run.id() as i32), Signal::SIGINT)?;
+    if run.try_wait()?.is_none() {
+        kill(Pid::from_raw(run.id() as i32), Signal::SIGINT)?;
+    }
     let output = run.wait_with_output()?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     round.with_context(|| said.clone())?;
