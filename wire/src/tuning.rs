@@ -130,8 +130,8 @@ counts!(
 
 counts!(
     /// How much of a guest's memory is on its way at a time, beside what the guest waits for: so many
-    /// batches of 256 KiB that are written back, and 32 KiB times as many ahead of each stream that it
-    /// reads in order.
+    /// batches of 256 KiB that are written back to each memory server, and 32 KiB times as many ahead
+    /// of each stream that it reads in order.
     QueueDepth,
     "queue depth",
     64

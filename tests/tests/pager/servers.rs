@@ -20,6 +20,10 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("a_server_that_forgot_everything", amnesia),
     ("a_guest_that_ends_while_its_server_is_gone", gone),
     ("several_regions_over_several_servers", several),
+    (
+        "a_server_that_does_not_answer_holds_up_no_other",
+        unanswered,
+    ),
     ("a_server_that_wants_its_memory_back", vacate),
     ("changed_bytes_are_never_believed", lies),
     (
@@ -197,6 +201,29 @@ fn several(lab: &Lab) -> Result<()> {
     }
     let sent = load(&mut guest, 1.5)?;
     demand_answers(&mut guest, sent)?;
+    guest.end(&servers.each_ref())
+}
+
+/// What is evicted goes to the other server while one does not answer and nobody knows yet that it is gone.
+fn unanswered(lab: &Lab) -> Result<()> {
+    const MORE: u64 = 500;
+    let servers = [lab.server()?, lab.server()?];
+    let addresses = servers.each_ref().map(|server| server.address.as_str());
+    let mut guest = filled(lab, &addresses)?;
+    for (number, server) in servers.iter().enumerate() {
+        guest.settle()?;
+        halt(server)?;
+        // Twice what staging has room for.
+        guest.fill(FILLED + number as u64 * MORE, MORE)?;
+        let status = guest.status()?;
+        server.signal(Signal::SIGCONT)?;
+        ensure!(
+            status.servers.iter().all(|server| server.connected),
+            "the guest waited until server {number} was given up: {:?}",
+            status.servers
+        );
+    }
+    guest.verify(0, FILLED + 2 * MORE)?;
     guest.end(&servers.each_ref())
 }
 

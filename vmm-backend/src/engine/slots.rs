@@ -245,8 +245,8 @@ impl SlotPool {
         }
     }
 
-    /// Takes up to `count` slots on connected servers.
-    pub fn allocate(&self, count: usize) -> Vec<SlotId> {
+    /// Takes up to `count` slots on connected servers that `may_take` more.
+    pub fn allocate(&self, count: usize, may_take: &dyn Fn(ServerIndex) -> bool) -> Vec<SlotId> {
         let mut inner = self.lock();
         let mut taken = Vec::with_capacity(count);
         while taken.len() < count {
@@ -255,7 +255,7 @@ impl SlotPool {
                 .iter_mut()
                 .enumerate()
                 .filter_map(|(number, group)| Some((number, group.as_mut()?)))
-                .filter(|(_, group)| group.room() > 0 && self.reaches_all(group))
+                .filter(|(_, group)| group.room() > 0 && self.takes_more(group, may_take))
                 .min_by_key(|(_, group)| group.room());
             let Some((number, group)) = fullest else {
                 break;
@@ -299,6 +299,10 @@ impl SlotPool {
         slabs.all(|slab| self.is_connected(slab.server))
     }
 
+    fn takes_more(&self, group: &Group, may_take: &dyn Fn(ServerIndex) -> bool) -> bool {
+        self.reaches_all(group) && group.slabs.iter().all(|slab| may_take(slab.server))
+    }
+
     fn reaches_one(&self, group: &Group) -> bool {
         let mut slabs = group.slabs.iter();
         slabs.any(|slab| self.is_connected(slab.server))
@@ -334,12 +338,12 @@ impl SlotPool {
         group.is_some_and(|group| !group.vacating && self.reaches_one(group))
     }
 
-    /// Slots free on connected servers.
-    pub fn room(&self) -> u64 {
+    /// Slots free on connected servers that `may_take` more.
+    pub fn room(&self, may_take: &dyn Fn(ServerIndex) -> bool) -> u64 {
         let inner = self.lock();
         let groups = inner.groups.iter().flatten();
         groups
-            .filter(|group| self.reaches_all(group))
+            .filter(|group| self.takes_more(group, may_take))
             .map(|group| u64::from(group.room()))
             .sum()
     }
@@ -489,17 +493,17 @@ mod tests {
     #[test]
     fn each_slot_is_handed_out_once() {
         let pool = pool(2, 70);
-        let taken: HashSet<_> = pool.allocate(1000).into_iter().collect();
+        let taken: HashSet<_> = pool.allocate(1000, &|_| true).into_iter().collect();
         assert_eq!(taken.len(), 140);
         assert!(taken.iter().all(|slot| slot.index < 70));
-        assert_eq!(pool.room(), 0);
+        assert_eq!(pool.room(&|_| true), 0);
     }
 
     #[test]
     #[should_panic(expected = "freed twice")]
     fn a_slot_freed_twice_is_caught() {
         let pool = pool(1, 4);
-        let slots = pool.allocate(2);
+        let slots = pool.allocate(2, &|_| true);
         pool.free(slots[0]);
         pool.free(slots[0]);
     }
@@ -507,7 +511,7 @@ mod tests {
     #[test]
     fn an_emptied_slab_is_given_back_while_others_have_room() {
         let pool = pool(2, 4);
-        let slots = pool.allocate(8);
+        let slots = pool.allocate(8, &|_| true);
         slots[..4].iter().for_each(|slot| pool.free(*slot));
         assert!(
             pool.drain_releasable().is_empty(),
@@ -521,15 +525,15 @@ mod tests {
     fn nothing_is_placed_on_a_server_out_of_reach() {
         let pool = pool(1, 4);
         pool.set_connected(0, false);
-        assert!(pool.allocate(1).is_empty());
+        assert!(pool.allocate(1, &|_| true).is_empty());
     }
 
     #[test]
     fn a_vacated_slab_takes_nothing_new_and_goes_when_empty() {
         let pool = pool(1, 4);
-        let slots = pool.allocate(1);
+        let slots = pool.allocate(1, &|_| true);
         assert!(pool.vacate(SLAB).is_some());
-        assert!(pool.allocate(1).is_empty());
+        assert!(pool.allocate(1, &|_| true).is_empty());
         pool.free(slots[0]);
         assert_eq!(pool.drain_releasable(), [SLAB]);
     }
@@ -550,7 +554,7 @@ mod tests {
         after.forget_unclaimed();
         assert_eq!(after.groups(), before.groups()[1..2]);
         assert_eq!(after.next_group(), 3);
-        assert!(!after.allocate(10).contains(&slot));
+        assert!(!after.allocate(10, &|_| true).contains(&slot));
     }
 
     #[test]
@@ -558,11 +562,17 @@ mod tests {
         let other = SlabRef { server: 1, slab: 3 };
         let before = SlotPool::new(2);
         before.add_group(&[SLAB, other], 4);
-        assert!(before.allocate(1).is_empty(), "a copy is out of reach");
+        assert!(
+            before.allocate(1, &|_| true).is_empty(),
+            "a copy is out of reach"
+        );
         before.set_connected(0, true);
-        assert!(before.allocate(1).is_empty(), "a copy is out of reach");
+        assert!(
+            before.allocate(1, &|_| true).is_empty(),
+            "a copy is out of reach"
+        );
         before.set_connected(1, true);
-        let slot = before.allocate(1)[0];
+        let slot = before.allocate(1, &|_| true)[0];
         // The same in another process, of which the table's entry is all that it has.
         let after = SlotPool::new(2);
         after.restore(&before.groups(), before.next_group());
@@ -577,7 +587,7 @@ mod tests {
             let forgotten = pool.forget(&[SLAB]);
             assert_eq!((forgotten.lost.len(), forgotten.degraded), (0, vec![0]));
             assert_eq!(pool.copies(slot).len(), 1);
-            assert!(pool.is_vacating(slot) && pool.allocate(1).is_empty());
+            assert!(pool.is_vacating(slot) && pool.allocate(1, &|_| true).is_empty());
             assert_eq!(pool.forget(&[other]).lost, HashSet::from([0]));
             assert_eq!(pool.place(slot), None);
         }
@@ -586,7 +596,7 @@ mod tests {
     #[test]
     fn slots_of_a_lost_slab_are_gone() {
         let pool = pool(1, 4);
-        let slot = pool.allocate(1)[0];
+        let slot = pool.allocate(1, &|_| true)[0];
         assert_eq!(pool.forget(&[SLAB]).lost.len(), 1);
         assert_eq!(pool.place(slot), None);
         pool.free(slot);

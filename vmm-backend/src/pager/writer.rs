@@ -216,18 +216,37 @@ impl Writer {
         self.shared.page_size.pages_in(BATCH_BYTES, 1) as usize
     }
 
-    /// Over all servers, at most.
+    /// On their way to a server, at most.
     fn batches_in_flight(&self) -> usize {
         self.shared.pace.queue_depth().get() as usize
     }
 
+    /// Whether a server may be sent another batch. One of several gets no more than its part of staging:
+    /// while it does not answer, the others' pages need the rest.
+    fn may_take(&self, server: ServerIndex) -> bool {
+        let batches = self.in_flight.values().filter(|to| to.server == server);
+        let (batches, pages) = batches.fold((0, 0), |(batches, pages), batch| {
+            (batches + 1, pages + batch.orders.len())
+        });
+        let part = match self.sessions.len() {
+            1 => usize::MAX,
+            servers => self.shared.staging.capacity() as usize / servers,
+        };
+        batches < self.batches_in_flight() && (batches == 0 || pages + self.batch_pages() <= part)
+    }
+
+    fn may_any_take(&self) -> bool {
+        (0..self.sessions.len()).any(|server| self.may_take(server))
+    }
+
     fn submit(&mut self) {
-        while self.in_flight.len() < self.batches_in_flight() {
+        while self.may_any_take() {
             let orders = self.claim(self.batch_pages());
             if orders.is_empty() {
                 return;
             }
-            let slots = self.shared.slots.allocate(orders.len());
+            let may_take = |server| self.may_take(server);
+            let slots = self.shared.slots.allocate(orders.len(), &may_take);
             let placed = slots.len();
             self.claimed.extend(&orders[placed..]);
             let mut by_server: Vec<Batch> = Vec::new();
@@ -389,20 +408,23 @@ impl Writer {
         let waiting = self.claimed.len() + self.queue.len();
         let wanting = waiting + self.in_flight.len() * batch;
         let enough = (wanting + self.batches_in_flight() * batch) as u64;
-        let room = self.shared.slots.room();
-        if wanting == 0 || room >= enough {
-            self.shared.slots.want_back(0);
+        let slots = &self.shared.slots;
+        if wanting == 0 || slots.room(&|server| self.may_take(server)) >= enough {
+            slots.want_back(0);
+            return;
+        }
+        if !self.may_any_take() {
             return;
         }
         let now = Instant::now();
         let unreserved = |server: &ServerIndex| {
-            let status = self.sessions[*server].status();
-            status
-                .reserved_bytes
-                .saturating_sub(status.slabs * status.slab_bytes)
+            let promise = self.sessions[*server].promise();
+            let lent = promise.slabs * promise.slab_bytes;
+            promise.bytes.saturating_sub(lent)
         };
         let candidates = (0..self.sessions.len())
             .filter(|server| self.shared.slots.is_connected(*server))
+            .filter(|server| self.may_take(*server))
             .filter(|server| !self.leases[*server].asked)
             .filter(|server| {
                 self.leases[*server]
@@ -415,12 +437,13 @@ impl Writer {
             crash_points::pass(Point::LeaseAsked);
         } else if !self.leases.iter().any(|lease| lease.asked) {
             // No server lends more for now.
-            self.want_kept_slots(waiting as u64, room);
+            self.want_kept_slots(waiting as u64);
         }
     }
 
     /// Has pages that are in memory give up slots, where these are what others wait for.
-    fn want_kept_slots(&self, waiting: u64, room: u64) {
+    fn want_kept_slots(&self, waiting: u64) {
+        let room = self.shared.slots.room(&|_| true);
         let missing = waiting.saturating_sub(room);
         if missing > 0 && self.shared.slots.want_back(missing) {
             self.shards.iter().for_each(Inbox::ring);
@@ -430,14 +453,14 @@ impl Writer {
     /// Notes what servers have promised: what is not needed of it, pages in memory may keep.
     fn note_promised(&self) {
         let promised = |(server, session): (ServerIndex, &Session)| {
-            let status = session.status();
-            let is_near = self.shared.slots.is_connected(server) && status.slab_bytes > 0;
+            let promise = session.promise();
+            let is_near = self.shared.slots.is_connected(server) && promise.slab_bytes > 0;
             // They are leased whole.
-            is_near.then(|| status.reserved_bytes / status.slab_bytes * status.slab_bytes)
+            is_near.then(|| promise.bytes / promise.slab_bytes * promise.slab_bytes)
         };
         let sessions = self.sessions.iter().enumerate();
         let bytes: u64 = sessions.filter_map(promised).sum();
-        let on_its_way = self.batches_in_flight() * self.batch_pages();
+        let on_its_way = self.sessions.len() * self.batches_in_flight() * self.batch_pages();
         let left = u64::from(self.shared.staging.capacity()) + on_its_way as u64;
         let pages = bytes / self.shared.page_size.bytes();
         self.shared.slots.set_promised(pages, left);

@@ -40,7 +40,7 @@ mod verbs_pause;
 pub use connection::{DataConn, ExtentError, SubmitError};
 pub use error::RemoteError;
 pub use outram_wire::server::{AddressError, Extent, ServerAddress};
-pub use session::{Former, Session, SessionStatus};
+pub use session::{Former, Promise, Session, SessionStatus};
 
 /// What every session of a guest shares.
 #[derive(Clone, Debug)]

@@ -45,6 +45,17 @@ pub struct Former {
     pub reserve_bytes: u64,
 }
 
+/// What a server has promised to lend, and has lent of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Promise {
+    /// Bytes promised.
+    pub bytes: u64,
+    /// Bytes of a slab; 0 before the server was first greeted.
+    pub slab_bytes: u64,
+    /// Slabs lent.
+    pub slabs: u64,
+}
+
 /// What the keeper is told to do.
 pub(super) enum Order {
     Lease,
@@ -224,6 +235,16 @@ impl Session {
     /// How the session is.
     pub fn status(&self) -> SessionStatus {
         self.orders.shared.status().clone()
+    }
+
+    /// What the server has promised to lend.
+    pub fn promise(&self) -> Promise {
+        let status = self.orders.shared.status();
+        Promise {
+            bytes: status.reserved_bytes,
+            slab_bytes: status.slab_bytes,
+            slabs: status.slabs,
+        }
     }
 
     /// Whether the server certainly still keeps our slabs, unless it has died: by our own clock,

@@ -126,7 +126,7 @@ impl Simulation {
             Sabotage::LoseGood => world.lose_good(),
             Sabotage::LeakBudget => world.shared.budget.force(1),
             Sabotage::LeakStaging => drop(world.shared.staging.take(1)),
-            Sabotage::LeakSlot => drop(world.shared.slots.allocate(1)),
+            Sabotage::LeakSlot => drop(world.shared.slots.allocate(1, &|_| true)),
             Sabotage::KeepUncounted => drop(world.shared.slots.try_keep()),
             Sabotage::MissGauge => world.shared.stats.moved(State::Absent, State::Resident),
             _ => {}

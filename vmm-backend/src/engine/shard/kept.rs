@@ -38,12 +38,11 @@ impl<P: Ports> Shard<P> {
             if !self.has_slots_to_give_back() {
                 return;
             }
-            let page = self.kept.next;
-            let next = PageIndex(page.0 + 1);
-            self.kept.next = match self.range.contains(next) {
-                true => next,
-                false => self.range.first,
+            let Some(page) = self.touched_from(self.kept.next) else {
+                self.kept.next = self.range.first;
+                continue;
             };
+            self.kept.next = PageIndex(page.0 + 1);
             let entry = self.shared.table.load(page);
             let is_kept = entry.state == State::Resident && entry.slot.is_some();
             if is_kept && self.shared.slots.claim_wanted_back() {

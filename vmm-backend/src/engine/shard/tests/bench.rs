@@ -401,7 +401,12 @@ impl Bench {
             self.shared.staging.start_write(staged.staging),
             "a stale order"
         );
-        let slot = self.shared.slots.allocate(1).pop().expect("a slot");
+        let slot = self
+            .shared
+            .slots
+            .allocate(1, &|_| true)
+            .pop()
+            .expect("a slot");
         (staged, slot)
     }
 
