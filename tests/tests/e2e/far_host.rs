@@ -83,7 +83,7 @@ fn on_one_cable(lab: &Lab, images: &Path) -> Result<()> {
         });
         let has_begun = serves.is_ok();
         let said = serves.and_then(|()| {
-            again_in(&here, NAME, &joined("192.0.2.2"), |share| {
+            again_in(&here, NAME, &joined("192.0.2.2"), LIMIT, |share| {
                 GUEST.run_joined(images, share, LIMIT, Some(&near_end))
             })
         });

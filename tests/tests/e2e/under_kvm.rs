@@ -43,6 +43,9 @@ const RAM_MIB: u64 = 256;
 /// How long one may take: thirteen minutes were seen for the migrations, on a busy machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(2400);
 
+/// Left before that to tell where it hangs.
+const TO_TELL: Duration = Duration::from_secs(300);
+
 /// Said where the emulated processor cannot run guests.
 const NO_SVM: &str = "this QEMU does not emulate SVM";
 
@@ -72,7 +75,7 @@ pub(crate) fn again_under_kvm(test: &str, kernel: Kernel, limit: Duration) -> Re
     once_more(test, || {
         // Private to the sandbox: gone with it, however that ends.
         let share = tempfile::tempdir_in("/run")?;
-        again_in(share.path(), test, "", |share| {
+        again_in(share.path(), test, "", limit, |share| {
             GUEST.run(&images, share, limit)
         })
     })
@@ -89,15 +92,16 @@ pub(crate) fn again_on_the_newest_kernel(test: &str, limit: Duration) -> Result<
 }
 
 /// Runs a test of this program in a lab guest that `run` boots with this shared folder, after the lines
-/// `before` of a script.
+/// `before` of a script, and ends after `limit`.
 pub(crate) fn again_in(
     share: &Path,
     test: &str,
     before: &str,
+    limit: Duration,
     run: impl FnOnce(&Path) -> Result<String>,
 ) -> Result<()> {
     let program = std::env::current_exe().context("this program's own path")?;
-    let script = script(&program.display().to_string(), test, before);
+    let script = script(&program.display().to_string(), test, before, limit);
     fs::write(share.join("lab"), script)?;
     let said = run(share);
     let inner = share.join(test);
@@ -122,8 +126,10 @@ pub(crate) fn again_in(
     Ok(())
 }
 
-/// Its lines are indented, so that nobody takes them for those of the suite outside.
-fn script(program: &str, test: &str, before: &str) -> String {
+/// Its lines are indented, so that nobody takes them for those of the suite outside. Shortly before the
+/// guest is given up, it says what each thread waits for: if nothing of that comes, it is the guest that hangs.
+fn script(program: &str, test: &str, before: &str, limit: Duration) -> String {
+    let late = limit.saturating_sub(TO_TELL).as_secs();
     format!(
         "grep -qw svm /proc/cpuinfo || {{ echo '{NO_SVM}'; exit 0; }}
 set -o pipefail
@@ -131,6 +137,14 @@ set -o pipefail
 cd '{top}/tests'
 export {ACCELERATION}=kvm {RAM_VARIABLE}={RAM_MIB} {WANTED}={long}
 rm -f ../target/e2e-times
+{{
+    sleep {late}
+    echo 'late: threads, where they are in the kernel, and their stacks'
+    ps -eLo pid,tid,stat,wchan:32,time,comm
+    for thread in /proc/[0-9]*/task/[0-9]*; do
+        ! grep -q . $thread/cmdline || {{ echo $thread; cat $thread/stack; }}
+    done
+}} 2>/dev/null | sed 's/^/  /' &
 '{program}' --color never --exact {test} 2>&1 | sed 's/^/  /'
 status=$?
 [ $status = 0 ] || cp -r ../target/e2e-logs/{test} /share/ || true
