@@ -1,6 +1,9 @@
 //! A data connection, once its token was good: requests are served in order, each by one or two
 //! system calls that move bytes between the socket and the slabs directly.
 //!
+//! Requests that came together are answered so: what goes ahead of somebody's fault comes in dozens, and each
+//! answer by itself would wake its reader. But the first of them is sent at once, for it may be the fault's.
+//!
 //! Per connection there is one thread and a small buffer. A client that stops reading stops its own
 //! thread, which gives up after a while; a frame against the protocol ends the connection.
 
@@ -16,7 +19,7 @@ use outram_wire::server::data::{
 
 use crate::metrics::{Metrics, Of, Operation};
 use crate::session::Admitted;
-use crate::slab::{self, Piece, Vectors};
+use crate::slab::{self, Behind, Piece, Vectors};
 
 /// The buffer: the longest request head, and some of what follows it, which is copied once more.
 const BUFFER_BYTES: usize = 2 * data::MAX_REQUEST_BYTES;
@@ -41,6 +44,8 @@ pub(crate) struct Service<'a> {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
+    /// Whether the request in work came together with the one before it.
+    follows: bool,
     extents: Vec<Extent>,
     pieces: Vec<Piece>,
     vectors: Vectors,
@@ -58,6 +63,7 @@ impl<'a> Service<'a> {
             buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
             start: 0,
             end: 0,
+            follows: false,
             extents: Vec::new(),
             pieces: Vec::new(),
             vectors: Vectors::default(),
@@ -92,6 +98,7 @@ impl<'a> Service<'a> {
 
     /// The next request's header; none where the client closed the connection between requests.
     fn await_request(&mut self) -> Result<Option<RequestHeader>, DataEnd> {
+        self.follows = self.start < self.end;
         while self.start == self.end {
             // Nothing is begun: the client may be silent for as long as its lease lasts.
             match self.read_more() {
@@ -236,10 +243,15 @@ impl<'a> Service<'a> {
             id,
         });
         let total = head.len() + payload_bytes;
+        let has_read = has_read(&self.buffer[self.start..self.end]);
+        let behind = match self.follows && has_read {
+            true => Behind::More,
+            false => Behind::Nothing,
+        };
         let mut done = 0;
         while done < total {
             let socket = self.socket.as_fd();
-            match slab::send(socket, &head, &self.pieces, done, &mut self.vectors) {
+            match slab::send(socket, &head, &self.pieces, done, behind, &mut self.vectors) {
                 Ok(sent) => done += sent,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
@@ -251,5 +263,42 @@ impl<'a> Service<'a> {
     fn count(&self, operation: Operation) {
         let requests = &self.metrics.data_requests;
         requests.get_or_create(&Of { operation }).inc();
+    }
+}
+
+/// Whether these bytes begin with a whole request to read, which is answered without waiting for its client.
+fn has_read(bytes: &[u8]) -> bool {
+    let header = bytes.first_chunk().map(data::decode_request);
+    header.is_some_and(|header| {
+        header.is_ok_and(|header| {
+            let length = REQUEST_BYTES + usize::from(header.extents) * EXTENT_BYTES;
+            header.op == Op::Read && bytes.len() >= length
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use outram_wire::server::SlabId;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_waits_for_no_request_that_is_not_here_as_a_whole() {
+        let extent = |offset| Extent {
+            slab: SlabId(1),
+            offset,
+            length: 4096,
+        };
+        let (mut read, mut write) = (Vec::new(), Vec::new());
+        let extents = [extent(0), extent(4096)];
+        data::encode_request(Op::Read, 1, &extents, &mut read).expect("legal");
+        data::encode_request(Op::Write, 1, &extents, &mut write).expect("legal");
+        assert!(has_read(&read));
+        assert!(has_read(&[&read[..], &write[..5]].concat()));
+        assert!((0..read.len()).all(|length| !has_read(&read[..length])));
+        assert!(!has_read(&write), "its answer waits for its bytes");
+        read[0] = 99;
+        assert!(!has_read(&read), "it is not answered");
     }
 }

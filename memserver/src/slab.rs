@@ -271,6 +271,13 @@ impl Vectors {
     }
 }
 
+/// Whether more is sent right after a message, so that the kernel may make one of both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Behind {
+    Nothing,
+    More,
+}
+
 /// Sends `head` and the pieces' bytes, but for the first `done` of them all; returns how many the
 /// socket took.
 pub(crate) fn send(
@@ -278,6 +285,7 @@ pub(crate) fn send(
     head: &[u8],
     pieces: &[Piece],
     done: usize,
+    behind: Behind,
     vectors: &mut Vectors,
 ) -> io::Result<usize> {
     vectors.gather(head, pieces, done);
@@ -285,9 +293,13 @@ pub(crate) fn send(
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = vectors.0.as_mut_ptr();
     message.msg_iovlen = vectors.0.len();
+    let flags = match behind {
+        Behind::Nothing => libc::MSG_NOSIGNAL,
+        Behind::More => libc::MSG_NOSIGNAL | libc::MSG_MORE,
+    };
     // SAFETY: the vectors describe `head` and ranges of mapped slabs, all of which outlive the
     // call; the kernel only reads them.
-    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
@@ -338,7 +350,15 @@ mod tests {
         let mut vectors = Vectors::default();
         let mut done = 0;
         while done < total {
-            done += send(far.as_fd(), &[], pieces, done, &mut vectors).expect("sent");
+            let sent = send(
+                far.as_fd(),
+                &[],
+                pieces,
+                done,
+                Behind::Nothing,
+                &mut vectors,
+            );
+            done += sent.expect("sent");
         }
         let mut bytes = vec![0xff; total];
         near.read_exact(&mut bytes).expect("received");
