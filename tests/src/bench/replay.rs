@@ -50,7 +50,7 @@ pub fn record(task: &Task, local_ratios: &[f64]) -> Result<Vec<Replay>> {
         compute: 0,
         ..task.clone()
     };
-    let (trace, _) = trace::record(&task)?;
+    let (trace, _) = trace::record(&task, local_ratios)?;
     let short = local_ratios.iter().filter(|&&local| local < 1.0);
     short
         .map(|&local_ratio| {

@@ -40,6 +40,8 @@ pub enum Fault {
     Missing(usize),
     /// The right to write a page that is write-protected.
     Protected(usize),
+    /// A page that is there, but not mapped.
+    Unmapped(usize),
 }
 
 /// Memory of this process that nobody pages, mapped at once: see [`as_words`].
@@ -90,15 +92,26 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches all of a shared mapping. It is to outlive this.
+    /// Watches all of a shared mapping for pages that are missing or write-protected. It is to outlive this.
     pub fn new(region: &MmapRegion, file: Arc<File>) -> Result<Self> {
+        let mode = RegisterMode::MISSING | RegisterMode::WRITE_PROTECT;
+        Self::with_mode(region, file, mode)
+    }
+
+    /// The same for pages that are not mapped. From now on all of them are there.
+    pub fn of_mapping(region: &MmapRegion, file: Arc<File>) -> Result<Self> {
+        fallocate(&file, FallocateFlags::empty(), 0, region.size() as u64)
+            .context("allocating a memfd's pages")?;
+        Self::with_mode(region, file, RegisterMode::MINOR)
+    }
+
+    fn with_mode(region: &MmapRegion, file: Arc<File>, mode: RegisterMode) -> Result<Self> {
         let uffd = UffdBuilder::new()
             .close_on_exec(true)
             .non_blocking(true)
             .user_mode_only(false)
             .create()
             .context("making a userfaultfd")?;
-        let mode = RegisterMode::MISSING | RegisterMode::WRITE_PROTECT;
         uffd.register_with_mode(region.as_ptr().cast(), region.size(), mode)
             .context("registering memory with a userfaultfd")?;
         Ok(Self {
@@ -143,6 +156,7 @@ impl Watch {
                     faults.push(match kind {
                         userfaultfd::FaultKind::Missing => Fault::Missing(page),
                         userfaultfd::FaultKind::WriteProtected => Fault::Protected(page),
+                        userfaultfd::FaultKind::Minor => Fault::Unmapped(page),
                     });
                 }
                 other => bail!("an event that nobody asked for: {other:?}"),
@@ -188,6 +202,23 @@ impl Watch {
     pub fn wake(&self, page: usize, pages: usize) -> Result<()> {
         let (start, length) = self.range(page, pages);
         self.uffd.wake(start, length).context("waking")
+    }
+
+    /// Maps a page that is there and wakes who waits for it.
+    pub fn map(&self, page: usize) -> Result<()> {
+        let (start, length) = self.range(page, 1);
+        let mapped = self.uffd.r#continue(start, length, true);
+        mapped
+            .map(drop)
+            .with_context(|| format!("CONTINUE of page {page}"))
+    }
+
+    /// Takes a page out of the mapping alone; whoever uses it next waits.
+    pub fn unmap(&self, page: usize) -> Result<()> {
+        let (start, length) = self.range(page, 1);
+        // SAFETY: the range is within a shared mapping, and its bytes stay in the memfd.
+        unsafe { rustix::mm::madvise(start, length, rustix::mm::Advice::LinuxDontNeed) }
+            .context("unmapping a page")
     }
 
     /// Takes pages out of the memory; whoever uses them next waits.

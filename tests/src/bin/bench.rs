@@ -313,12 +313,13 @@ fn policies(arguments: &PolicyArguments) -> Result<()> {
     let mut ahead = foresight::heading();
     println!("{}", policies::HEADING);
     for name in names {
-        let (trace, _) = trace::record(&Task {
+        let task = Task {
             name: name.to_owned(),
             bytes: arguments.workload_mib << 20,
             seed: arguments.seed,
             compute: 0,
-        })?;
+        };
+        let (trace, _) = trace::record(&task, &arguments.local_ratios)?;
         for local in &arguments.local_ratios {
             let limit = (trace.pages as f64 * local) as usize;
             ensure!(

@@ -42,7 +42,7 @@ pub struct Outcome {
 }
 
 /// A program that works on one slice of memory.
-pub trait Workload {
+pub trait Workload: Send {
     /// Bytes of memory it will use at most.
     fn footprint(&self) -> usize;
 
