@@ -1,8 +1,9 @@
 //! A data connection, once its token was good: requests are served in order, each by one or two
 //! system calls that move bytes between the socket and the slabs directly.
 //!
-//! Requests that came together are answered so: what goes ahead of somebody's fault comes in dozens, and each
-//! answer by itself would wake its reader. But the first of them is sent at once, for it may be the fault's.
+//! Reads that came together are answered so, by one call for many: what goes ahead of somebody's fault comes in
+//! dozens, and each answer by itself would wake its reader. But the first of them is sent at once, for it
+//! may be the fault's.
 //!
 //! Per connection there is one thread and a small buffer. A client that stops reading stops its own
 //! thread, which gives up after a while; a frame against the protocol ends the connection.
@@ -14,15 +15,22 @@ use std::time::Duration;
 
 use outram_wire::server::Extent;
 use outram_wire::server::data::{
-    self, DataError, EXTENT_BYTES, Op, REQUEST_BYTES, ReplyHeader, RequestHeader, Status,
+    self, DataError, EXTENT_BYTES, Op, REPLY_BYTES, REQUEST_BYTES, ReplyHeader, RequestHeader,
+    Status,
 };
 
 use crate::metrics::{Metrics, Of, Operation};
 use crate::session::Admitted;
-use crate::slab::{self, Behind, Piece, Vectors};
+use crate::slab::{self, Part, Piece, Vectors};
 
 /// The buffer: the longest request head, and some of what follows it, which is copied once more.
 const BUFFER_BYTES: usize = 2 * data::MAX_REQUEST_BYTES;
+
+/// Answers of so many bytes wait for no other.
+const GATHER_BYTES: usize = 64 << 10;
+
+/// ... nor do any where the next might take more parts than one call does.
+const GATHER_PARTS: usize = Vectors::MAX - (1 + data::MAX_EXTENTS);
 
 /// A peer that neither sends the rest of a request nor takes a reply for so long is left.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
@@ -48,6 +56,7 @@ pub(crate) struct Service<'a> {
     follows: bool,
     extents: Vec<Extent>,
     pieces: Vec<Piece>,
+    answers: Answers,
     vectors: Vectors,
     /// Where a write to a disk is gathered.
     gathered: Vec<u8>,
@@ -66,6 +75,7 @@ impl<'a> Service<'a> {
             follows: false,
             extents: Vec::new(),
             pieces: Vec::new(),
+            answers: Answers::default(),
             vectors: Vectors::default(),
             gathered: Vec::new(),
         }
@@ -242,27 +252,70 @@ impl<'a> Service<'a> {
             payload_bytes: payload_bytes as u32,
             id,
         });
-        let total = head.len() + payload_bytes;
-        let has_read = has_read(&self.buffer[self.start..self.end]);
-        let behind = match self.follows && has_read {
-            true => Behind::More,
-            false => Behind::Nothing,
-        };
+        self.answers.add(head, &mut self.pieces, payload_bytes);
+        let may_wait = self.follows && has_read(&self.buffer[self.start..self.end]);
+        match may_wait && !self.answers.are_many() {
+            true => Ok(()),
+            false => self.send_answers(),
+        }
+    }
+
+    fn send_answers(&mut self) -> Result<(), DataEnd> {
         let mut done = 0;
-        while done < total {
-            let socket = self.socket.as_fd();
-            match slab::send(socket, &head, &self.pieces, done, behind, &mut self.vectors) {
+        while done < self.answers.bytes {
+            let parts = self.answers.parts();
+            match slab::send(self.socket.as_fd(), parts, done, &mut self.vectors) {
                 Ok(sent) => done += sent,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
             }
         }
+        self.answers.clear();
         Ok(())
     }
 
     fn count(&self, operation: Operation) {
         let requests = &self.metrics.data_requests;
         requests.get_or_create(&Of { operation }).inc();
+    }
+}
+
+/// Answers that are sent together.
+#[derive(Default)]
+struct Answers {
+    /// Each answer's head, and how many of the pieces are before the next one's.
+    heads: Vec<([u8; REPLY_BYTES], usize)>,
+    pieces: Vec<Piece>,
+    /// Of all of them.
+    bytes: usize,
+}
+
+impl Answers {
+    fn add(&mut self, head: [u8; REPLY_BYTES], pieces: &mut Vec<Piece>, payload_bytes: usize) {
+        self.pieces.append(pieces);
+        self.heads.push((head, self.pieces.len()));
+        self.bytes += head.len() + payload_bytes;
+    }
+
+    fn are_many(&self) -> bool {
+        self.bytes >= GATHER_BYTES || self.heads.len() + self.pieces.len() > GATHER_PARTS
+    }
+
+    fn parts(&self) -> impl Iterator<Item = Part<'_>> {
+        let starts = std::iter::once(0).chain(self.heads.iter().map(|(_, end)| *end));
+        self.heads
+            .iter()
+            .zip(starts)
+            .flat_map(|((head, end), start)| {
+                let pieces = self.pieces[start..*end].iter().map(Part::Piece);
+                std::iter::once(Part::Bytes(head)).chain(pieces)
+            })
+    }
+
+    fn clear(&mut self) {
+        self.heads.clear();
+        self.pieces.clear();
+        self.bytes = 0;
     }
 }
 

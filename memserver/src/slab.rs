@@ -242,7 +242,32 @@ impl Piece {
     }
 }
 
-/// Vectors for the kernel: `head` from `done` on, then the pieces. Kept for reuse.
+/// A part of what is sent or received.
+pub(crate) enum Part<'a> {
+    Bytes(&'a [u8]),
+    Piece(&'a Piece),
+}
+
+impl Part<'_> {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Bytes(bytes) => bytes.len(),
+            Self::Piece(piece) => piece.bytes,
+        }
+    }
+
+    fn io_vector(&self, skip: usize) -> libc::iovec {
+        match self {
+            Self::Bytes(bytes) => libc::iovec {
+                iov_base: bytes[skip..].as_ptr().cast_mut().cast(),
+                iov_len: bytes.len() - skip,
+            },
+            Self::Piece(piece) => piece.io_vector(skip),
+        }
+    }
+}
+
+/// Vectors for the kernel: parts one after the other, but for the first `done` bytes. Kept for reuse.
 #[derive(Default)]
 pub(crate) struct Vectors(Vec<libc::iovec>);
 
@@ -250,56 +275,37 @@ pub(crate) struct Vectors(Vec<libc::iovec>);
 unsafe impl Send for Vectors {}
 
 impl Vectors {
-    fn gather(&mut self, head: &[u8], pieces: &[Piece], done: usize) {
+    /// The most that one call takes (`IOV_MAX`).
+    pub(crate) const MAX: usize = 1024;
+
+    fn gather<'a>(&mut self, parts: impl Iterator<Item = Part<'a>>, done: usize) {
         self.0.clear();
         let mut skip = done;
-        if skip < head.len() {
-            let rest = &head[skip..];
-            self.0.push(libc::iovec {
-                iov_base: rest.as_ptr().cast_mut().cast(),
-                iov_len: rest.len(),
-            });
-        }
-        skip = skip.saturating_sub(head.len());
-        for piece in pieces {
-            let skipped = skip.min(piece.bytes);
+        for part in parts {
+            let skipped = skip.min(part.bytes());
             skip -= skipped;
-            if skipped < piece.bytes {
-                self.0.push(piece.io_vector(skipped));
+            if skipped < part.bytes() {
+                self.0.push(part.io_vector(skipped));
             }
         }
     }
 }
 
-/// Whether more is sent right after a message, so that the kernel may make one of both.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Behind {
-    Nothing,
-    More,
-}
-
-/// Sends `head` and the pieces' bytes, but for the first `done` of them all; returns how many the
-/// socket took.
-pub(crate) fn send(
+/// Sends the parts' bytes, but for the first `done` of them all; returns how many the socket took.
+pub(crate) fn send<'a>(
     socket: BorrowedFd<'_>,
-    head: &[u8],
-    pieces: &[Piece],
+    parts: impl Iterator<Item = Part<'a>>,
     done: usize,
-    behind: Behind,
     vectors: &mut Vectors,
 ) -> io::Result<usize> {
-    vectors.gather(head, pieces, done);
+    vectors.gather(parts, done);
     // SAFETY: a message header of zeros is a legal one: no name, no vectors, no control bytes.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = vectors.0.as_mut_ptr();
     message.msg_iovlen = vectors.0.len();
-    let flags = match behind {
-        Behind::Nothing => libc::MSG_NOSIGNAL,
-        Behind::More => libc::MSG_NOSIGNAL | libc::MSG_MORE,
-    };
-    // SAFETY: the vectors describe `head` and ranges of mapped slabs, all of which outlive the
-    // call; the kernel only reads them.
-    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags) };
+    // SAFETY: the vectors describe bytes that are borrowed for `'a` and ranges of slabs that pieces
+    // borrowed as long keep mapped; the kernel only reads them.
+    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
@@ -311,7 +317,7 @@ pub(crate) fn receive(
     done: usize,
     vectors: &mut Vectors,
 ) -> io::Result<usize> {
-    vectors.gather(&[], pieces, done);
+    vectors.gather(pieces.iter().map(Part::Piece), done);
     let count = i32::try_from(vectors.0.len()).unwrap_or(i32::MAX);
     // SAFETY: the vectors describe ranges of slabs that the pieces keep mapped during the call; no
     // Rust reference to their bytes exists.
@@ -350,15 +356,8 @@ mod tests {
         let mut vectors = Vectors::default();
         let mut done = 0;
         while done < total {
-            let sent = send(
-                far.as_fd(),
-                &[],
-                pieces,
-                done,
-                Behind::Nothing,
-                &mut vectors,
-            );
-            done += sent.expect("sent");
+            let parts = pieces.iter().map(Part::Piece);
+            done += send(far.as_fd(), parts, done, &mut vectors).expect("sent");
         }
         let mut bytes = vec![0xff; total];
         near.read_exact(&mut bytes).expect("received");

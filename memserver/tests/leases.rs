@@ -3,10 +3,12 @@
 
 mod client;
 
+use std::io::Write;
+use std::thread;
 use std::time::Duration;
 
 use client::{Client, Data, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
-use outram_wire::server::data::{MAX_PAYLOAD_BYTES, Op, Status};
+use outram_wire::server::data::{self, MAX_PAYLOAD_BYTES, Op, Status};
 use outram_wire::server::{Refusal, Reply, Request, ServerMessage, SlabId};
 
 /// Bytes that differ from place to place.
@@ -69,6 +71,77 @@ fn the_largest_requests_fit_and_many_may_be_in_flight() {
     }
     data.send(Op::Read, &pages, &[]).expect("sent");
     assert_eq!(data.reply().expect("answered").1.len(), 256 * 4096);
+}
+
+#[test]
+fn requests_of_all_sorts_that_come_together_are_answered_in_order() {
+    let pki = Pki::new();
+    let server = server(&pki, 4, |_| {});
+    let mut client = Client::with_slabs(&server, &pki, 1, 1);
+    let slab = client.lease();
+    let mut data = client.data();
+    let mut truth = pattern(5, 256 * 1024);
+    data.write(slab, 0, &truth);
+    // Extents of one byte, of pages, and as many as there may be; among them writes and what is refused.
+    let mut random = 1u32;
+    let mut awaited = Vec::new();
+    let mut burst = Vec::new();
+    for number in 0..600u32 {
+        let mut below = |bound: u32| {
+            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (random >> 8) % bound
+        };
+        let count = [1, 1, 1, 3, 256][below(5) as usize];
+        let lengths: &[u32] = if count == 256 {
+            &[1, 7]
+        } else {
+            &[1, 4096, 9000]
+        };
+        let extents: Vec<_> = (0..count)
+            .map(|_| {
+                let length = lengths[below(lengths.len() as u32) as usize];
+                extent(slab, below(truth.len() as u32 - length), length)
+            })
+            .collect();
+        let ranges = extents.iter().map(|extent| {
+            let start = extent.offset as usize;
+            start..start + extent.length as usize
+        });
+        let (op, payload, outcome, answer) = match below(12) {
+            0 => {
+                let bytes = pattern(number as u8, ranges.clone().map(|range| range.len()).sum());
+                let mut rest = &bytes[..];
+                for range in ranges {
+                    let (here, later) = rest.split_at(range.len());
+                    truth[range].copy_from_slice(here);
+                    rest = later;
+                }
+                (Op::Write, bytes, Status::Done, Vec::new())
+            }
+            1 => {
+                let beyond = [extent(slab, SLAB as u32, 1)];
+                data::encode_request(Op::Read, number.into(), &beyond, &mut burst).expect("legal");
+                awaited.push((number, Status::OutOfRange, Vec::new()));
+                continue;
+            }
+            _ => {
+                let bytes = ranges.flat_map(|range| truth[range].to_vec()).collect();
+                (Op::Read, Vec::new(), Status::Done, bytes)
+            }
+        };
+        data::encode_request(op, number.into(), &extents, &mut burst).expect("legal");
+        burst.extend(payload);
+        awaited.push((number, outcome, answer));
+    }
+    let mut writer = data.socket.try_clone().expect("a second handle");
+    let sender = thread::spawn(move || writer.write_all(&burst));
+    for (number, status, bytes) in awaited {
+        let (header, got) = data.reply().expect("answered");
+        assert_eq!((header.id, header.status), (number.into(), status));
+        assert!(got == bytes, "other bytes in answer {number}");
+    }
+    sender.join().expect("no panic").expect("sent");
+    server.stop();
 }
 
 #[test]
