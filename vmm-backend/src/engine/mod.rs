@@ -183,6 +183,10 @@ pub trait Ports {
     fn zero(&mut self, run: PageRun) -> (u32, Install);
     /// Puts a page in place, write-protected if `protect`, and wakes its waiters.
     fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install;
+    /// Puts pages in place that follow one another, unprotected, from the bytes of all of them, and wakes their
+    /// waiters; stops at the first that cannot be. Returns how many were put in place, and how the attempt on the
+    /// next one ended: that may be [`Install::Again`] whatever it was where there were any before it.
+    fn copy_row(&mut self, run: PageRun, bytes: &[u8]) -> (u32, Install);
     /// Puts a page in place from its staging slot and wakes its waiters.
     fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install;
     /// Reads a staging slot, which the shard holds.

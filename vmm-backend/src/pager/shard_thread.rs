@@ -168,6 +168,14 @@ impl Ports for ShardPorts {
         }
     }
 
+    fn copy_row(&mut self, run: PageRun, bytes: &[u8]) -> (u32, Install) {
+        let Some((start, _)) = self.ram.address_range(run) else {
+            return (0, Install::Gone);
+        };
+        let (made, how) = self.uffd.copy_row(start, bytes);
+        ((made / self.ram.page_size().bytes()) as u32, how)
+    }
+
     fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
         self.copy(page, Arc::clone(&self.staging).page(slot), false)
     }
@@ -494,17 +502,19 @@ impl ShardThread {
             return;
         };
         let flushed = conn.flush();
+        let mut arrivals = self.shard.arrivals();
         let received = flushed.and_then(|()| {
             conn.receive(|id, result| {
                 let id = FetchId(id);
-                let Some(fetch) = self.shard.ports().demand.answered(id) else { return };
+                let Some(fetch) = arrivals.ports().demand.answered(id) else { return };
                 let bytes = result.map_err(|error| {
                     tracing::error!(%error, page = fetch.page.0, "a memory server does not know a page's place");
                     FetchFailed::Gone
                 });
-                self.shard.on_fetched(id, fetch.page, bytes);
+                arrivals.on_fetched(id, fetch.page, bytes);
             })
         });
+        drop(arrivals);
         if let Err(error) = &received {
             tracing::info!(%error, "a demand connection is lost");
         }

@@ -75,6 +75,19 @@ impl Ports for SimPorts {
         world.install(self.shard, page, Contents::new(bytes), protect)
     }
 
+    fn copy_row(&mut self, run: PageRun, bytes: &[u8]) -> (u32, Install) {
+        let world = &mut *self.world.borrow_mut();
+        let pages = bytes.chunks_exact(bytes.len() / run.count as usize);
+        for (made, (page, bytes)) in (0..).zip(run.pages().zip(pages)) {
+            match world.install(self.shard, page, Contents::new(bytes), false) {
+                Install::Done => {}
+                _ if made > 0 => return (made, Install::Again),
+                how => return (0, how),
+            }
+        }
+        (run.count, Install::Done)
+    }
+
     fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
         let world = &mut *self.world.borrow_mut();
         let contents = world.staging[slot.0 as usize].clone();

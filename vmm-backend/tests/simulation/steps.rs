@@ -18,7 +18,7 @@ use outram_backend::engine::slots::SlotPool;
 use outram_backend::engine::staging::StagingPool;
 use outram_backend::engine::stats::Stats;
 use outram_backend::engine::table::{ENTRY_WORDS, PageTable, STRETCH, Words};
-use outram_backend::engine::{PageIndex, PageRun, PageSize, PinId, Shared, SharedRef};
+use outram_backend::engine::{Fetch, PageIndex, PageRun, PageSize, PinId, Shared, SharedRef};
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 
@@ -26,7 +26,7 @@ use crate::crashes::{Deaths, WrittenDown};
 use crate::plugging::{changing_part, lasting_part};
 use crate::ports::{SimEvictor, SimPorts};
 use crate::sabotage::Sabotage;
-use crate::servers::{SERVERS, Started};
+use crate::servers::{FetchInFlight, SERVERS, Started};
 use crate::world::{
     DeviceRequest, LIMIT_FIRST, Memory, Message, OutRun, PAGES, SHARD_PAGES, SHARDS, Uffd, Vcpu,
     Violation, World, shard_of,
@@ -428,23 +428,43 @@ impl Simulation {
             }
             world.servers.fetches.swap_remove(number)
         };
-        self.empty_inbox(fetch.shard);
-        let (id, page) = (fetch.fetch.id, fetch.fetch.page);
+        let shard = fetch.shard;
+        let mut arrived = vec![fetch];
+        if self.chance(500) {
+            arrived.extend(self.answered_fetches(shard));
+            arrived.sort_by_key(|fetch| fetch.fetch.page);
+        }
+        self.empty_inbox(shard);
         {
-            let live = &mut self.world.borrow_mut().live_fetches;
-            if live.get(&page.0).is_some_and(|live| live.id == id) {
-                live.remove(&page.0);
+            let live_fetches = &mut self.world.borrow_mut().live_fetches;
+            for Fetch { id, page, .. } in arrived.iter().map(|fetch| fetch.fetch) {
+                if live_fetches.get(&page.0).is_some_and(|live| live.id == id) {
+                    live_fetches.remove(&page.0);
+                }
             }
         }
-        let shard = &mut self.shards[fetch.shard];
-        match fetch.answer.flatten() {
-            Some(contents) => {
-                let mut bytes = contents.bytes().to_vec();
-                shard.on_fetched(id, page, Ok(&mut bytes));
+        let mut arrivals = self.shards[shard].arrivals();
+        for FetchInFlight { fetch, answer, .. } in arrived {
+            match answer.flatten() {
+                Some(contents) => {
+                    let mut bytes = contents.bytes().to_vec();
+                    arrivals.on_fetched(fetch.id, fetch.page, Ok(&mut bytes));
+                }
+                None => arrivals.on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone)),
             }
-            None => shard.on_fetched(id, page, Err(FetchFailed::Gone)),
         }
-        shard.pump();
+        drop(arrivals);
+        self.shards[shard].pump();
+    }
+
+    /// Takes all of a shard's fetches that have an answer.
+    fn answered_fetches(&mut self, shard: usize) -> Vec<FetchInFlight> {
+        let fetches = &mut self.world.borrow_mut().servers.fetches;
+        let (answered, others) = std::mem::take(fetches)
+            .into_iter()
+            .partition(|fetch| fetch.shard == shard && fetch.answer.is_some());
+        *fetches = others;
+        answered
     }
 
     fn pump_alerted(&mut self) {

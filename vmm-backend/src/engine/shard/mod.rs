@@ -12,6 +12,7 @@
 //! done, gives room to those who wait for it, and hands out runs to evict.
 
 mod ahead;
+mod arrivals;
 mod homing;
 mod kept;
 mod moving;
@@ -40,6 +41,8 @@ use super::{
 };
 use crate::crash_points::{self, Point};
 use crate::engine::staging::Ticket;
+pub use arrivals::Arrivals;
+use arrivals::Row;
 use homing::Homing;
 use kept::KeptSlots;
 use pins::PinRequest;
@@ -47,9 +50,6 @@ use pins::PinRequest;
 /// Bytes made zero ahead of a guest that touches its memory in order, at most; none where a page is
 /// larger.
 const ZERO_AHEAD_BYTES: u64 = 64 << 10;
-
-/// Reads of one page before bytes that do not match their tag are believed to be wrong for good.
-const FETCH_ATTEMPTS: u32 = 2;
 
 /// What a fault message says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,6 +169,8 @@ pub struct Shard<P: Ports> {
     guesses: Guesses,
     /// Time that answered faults have waited.
     answered_wait_us: u64,
+    /// Pages that have come and are about to be put in place.
+    row: Row,
     /// A page's worth of room, for bytes on their way.
     room: Box<[u8]>,
     /// The same, for a copy that was found in memory of this host.
@@ -216,6 +218,7 @@ impl<P: Ports> Shard<P> {
             prefetch,
             guesses: Guesses::new(range),
             answered_wait_us: 0,
+            row: Row::default(),
             spare: room.clone(),
             packed: Vec::new(),
             resealed: Vec::new(),
@@ -346,54 +349,6 @@ impl<P: Ports> Shard<P> {
         let mut runs = self.runs_out.iter();
         let run = runs.find(|(run, _)| run.contains(page));
         is_hole && run.is_some_and(|(_, punching)| !punching.has_begun())
-    }
-
-    /// A fetch ended. `bytes` is a whole page as it lay on the server; it is opened in place.
-    pub fn on_fetched(
-        &mut self,
-        id: FetchId,
-        page: PageIndex,
-        bytes: Result<&mut [u8], FetchFailed>,
-    ) {
-        let wait = self.pending.get(&page).map(|pending| pending.wait);
-        let Some(Wait::Fetch {
-            id: current,
-            attempt,
-        }) = wait
-        else {
-            return;
-        };
-        if current != id {
-            return;
-        }
-        let Some(pending) = self.pending.remove(&page) else {
-            return;
-        };
-        let entry = self.shared.table.load(page);
-        let Ok(bytes) = bytes else {
-            self.shared.budget.release(1);
-            self.lose(page, pending);
-            return;
-        };
-        let key = &self.shared.key;
-        if key.open(page, entry.generation, entry.tag, bytes).is_ok() {
-            match self.moving.remove(&page) {
-                Some(ticket) if pending.is_idle() => self.stage_moved(page, entry, bytes, ticket),
-                ticket => {
-                    self.end_move(ticket);
-                    self.install_fetched(page, entry, bytes, FaultKind::Remote, pending);
-                }
-            }
-            return;
-        }
-        self.shared.stats.refused_reads.count();
-        if attempt + 1 < FETCH_ATTEMPTS {
-            self.start_fetch(page, entry, attempt + 1, pending);
-        } else {
-            self.shared.stats.integrity_failures.count();
-            self.shared.budget.release(1);
-            self.lose(page, pending);
-        }
     }
 
     /// Slabs are gone for good, with all that lay in them.
@@ -887,56 +842,6 @@ impl<P: Ports> Shard<P> {
         let bytes = std::mem::take(&mut self.spare);
         self.install_fetched(page, entry, &bytes, kind, pending);
         self.spare = bytes;
-    }
-
-    fn install_fetched(
-        &mut self,
-        page: PageIndex,
-        entry: Entry,
-        bytes: &[u8],
-        kind: FaultKind,
-        mut pending: Pending,
-    ) {
-        let slots = &self.shared.slots;
-        let slot = entry
-            .slot
-            .filter(|slot| !slots.is_vacating(*slot) && slots.try_keep());
-        let is_read = !pending.wants_write() && self.shared.pace.protects_reads();
-        let protect = slot.is_some() && is_read;
-        let how = self.ports.copy(page, bytes, protect);
-        crash_points::pass(Point::FetchCopied);
-        let next = match slot {
-            Some(_) => Entry {
-                state: State::Resident,
-                protected: protect,
-                ..entry
-            },
-            None => entry.into_dirty_resident(),
-        };
-        let keeps = slot.is_some() && how == Install::Done;
-        if slot.is_some() && !keeps {
-            self.shared.slots.end_keep();
-        }
-        let unused = entry
-            .slot
-            .filter(|_| !keeps && matches!(how, Install::Done | Install::Exists));
-        if how == Install::PoolEmpty
-            && let Some(ticket) = self.staging_slot()
-        {
-            // Its bytes need not come over the wire again.
-            self.stage_moved(page, entry, bytes, ticket);
-            return self.wait_for_pool(page, pending);
-        }
-        if how == Install::Again {
-            pending.fetched = Some((entry, bytes.into()));
-        }
-        let arrival = match kind {
-            FaultKind::Staged | FaultKind::Compressed if !pending.is_idle() => Arrival::Refault,
-            _ => Arrival::New,
-        };
-        self.end_install(page, how, next, arrival, kind, pending);
-        crash_points::pass(Point::FetchMarked);
-        self.free_slot(unused);
     }
 
     /// The page's bytes are gone: nothing wrong is ever given instead.

@@ -42,6 +42,80 @@ fn what_comes_next_is_fetched_behind_what_is_waited_for() {
     assert_eq!(asked(&mut bench), [(26, false), (27, true)]);
 }
 
+/// The same where reads do not protect.
+fn in_a_row() -> Bench {
+    let bench = under_way();
+    bench.shared.pace.set_protects_reads(false);
+    bench
+}
+
+fn demand_resident(bench: &mut Bench, pages: std::ops::Range<u32>) {
+    for page in pages {
+        assert_eq!(bench.read(page), Some(bytes(page as u8)));
+        assert_eq!(bench.state(page), State::Resident);
+        assert!(!bench.entry(page).dirty, "its slot holds the same bytes");
+        assert!(bench.entry(page).slot.is_some());
+    }
+}
+
+#[test]
+fn what_comes_together_in_a_row_is_put_in_place_by_one_call() {
+    let mut bench = in_a_row();
+    bench.answer_together();
+    assert_eq!(bench.world().rows, [run(22, 4)], "20 and 21 do not wait");
+    demand_resident(&mut bench, 20..26);
+    assert_eq!(bench.shared.budget.used(), 6);
+    assert!(bench.world().has_woken(24));
+}
+
+#[test]
+fn what_does_not_follow_begins_a_row_of_its_own() {
+    let mut bench = in_a_row();
+    bench.world().fetches.remove(3);
+    bench.answer_together();
+    assert_eq!(bench.world().rows, [run(22, 1), run(24, 2)]);
+    demand_resident(&mut bench, 24..26);
+    assert_eq!(bench.state(23), State::Stored);
+}
+
+#[test]
+fn a_row_goes_on_behind_a_page_that_is_there() {
+    let mut bench = in_a_row();
+    bench.world().memory.insert(24, bytes(99));
+    bench.answer_together();
+    assert_eq!(bench.world().rows, [run(22, 4), run(24, 2), run(25, 1)]);
+    demand_resident(&mut bench, 22..24);
+    demand_resident(&mut bench, 25..26);
+    assert_eq!(bench.read(24), Some(bytes(99)), "whoever was faster");
+    assert!(bench.entry(24).dirty && bench.entry(24).slot.is_none());
+    assert_eq!(bench.shared.budget.used(), 6);
+}
+
+#[test]
+fn a_row_goes_on_behind_a_page_that_cannot_be_put_in_place_now() {
+    let mut bench = in_a_row();
+    bench.answer(20);
+    bench.answer(21);
+    bench.world().agains = 1;
+    bench.answer_together();
+    assert_eq!(bench.world().rows, [run(22, 4), run(23, 3)]);
+    demand_resident(&mut bench, 23..26);
+    assert_eq!(bench.state(22), State::Stored);
+    assert_eq!(bench.shared.budget.used(), 5);
+    bench.fault(22, READ);
+    bench.answer_all();
+    demand_resident(&mut bench, 22..23);
+}
+
+#[test]
+fn where_reads_protect_each_page_comes_by_itself() {
+    let mut bench = under_way();
+    bench.answer_together();
+    assert_eq!(bench.world().rows, []);
+    demand_resident(&mut bench, 20..26);
+    assert!(bench.world().protected.contains(&24));
+}
+
 #[test]
 fn what_comes_next_and_was_staged_not_long_ago_costs_no_server() {
     let mut bench = Bench::new();

@@ -67,6 +67,8 @@ pub(super) struct Script {
     pub(super) orders: Vec<StagedPage>,
     pub(super) pins: Vec<(PinId, Result<(), PinRefused>)>,
     pub(super) woken: Vec<PageRun>,
+    /// What was put in place by one call.
+    pub(super) rows: Vec<PageRun>,
     pub(super) alerts: u32,
     pub(super) clock_us: u64,
 }
@@ -110,6 +112,18 @@ impl Ports for Script {
 
     fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install {
         self.install(page, bytes.to_vec(), protect)
+    }
+
+    fn copy_row(&mut self, run: PageRun, bytes: &[u8]) -> (u32, Install) {
+        self.rows.push(run);
+        for (made, (page, bytes)) in (0..).zip(run.pages().zip(bytes.chunks_exact(PAGE_SIZE))) {
+            match self.install(page, bytes.to_vec(), false) {
+                Install::Done => {}
+                _ if made > 0 => return (made, Install::Again),
+                how => return (0, how),
+            }
+        }
+        (run.count, Install::Done)
     }
 
     fn copy_staged(&mut self, page: PageIndex, slot: StagingSlot) -> Install {
@@ -301,6 +315,7 @@ impl Bench {
             orders: Vec::new(),
             pins: Vec::new(),
             woken: Vec::new(),
+            rows: Vec::new(),
             alerts: 0,
             clock_us: 0,
         };
@@ -446,6 +461,20 @@ impl Bench {
             let version = fetch.page.0 as u8;
             self.answer(version);
         }
+    }
+
+    /// The same, with answers that come together.
+    pub(super) fn answer_together(&mut self) {
+        let fetches = std::mem::take(&mut self.world().fetches);
+        let mut arrivals = self.shard.arrivals();
+        for fetch in fetches {
+            let mut sealed = bytes(fetch.page.0 as u8);
+            let generation = self.shared.table.load(fetch.page).generation;
+            self.shared.key.seal(fetch.page, generation, &mut sealed);
+            arrivals.on_fetched(fetch.id, fetch.page, Ok(&mut sealed));
+        }
+        drop(arrivals);
+        self.shard.pump();
     }
 
     /// The server answers a fetch with what was once sent for a page and a generation.
