@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use outram_wire::control::{
-    CONTROL_VERSION, Envelope, FrameError, Reply, Request, Status, connect, read_frame, write_frame,
+    CONTROL_VERSION, Envelope, FrameError, Reply, Request, Status, connect, is_supervised,
+    read_frame, write_frame,
 };
 use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
@@ -85,6 +86,13 @@ impl BackendControl {
             Reply::Status(status) => Ok(status),
             other => Err(self.refusal(other)),
         }
+    }
+
+    /// Whether all of the backend has ended. Its supervisor goes last: it unmounts the state.
+    pub fn has_ended(&self) -> bool {
+        let run_dir = self.socket.parent();
+        let is_gone = matches!(self.status(), Err(ControlError::NotRunning(_)));
+        is_gone && !run_dir.is_some_and(is_supervised)
     }
 
     /// The backend's metrics, in Prometheus' text form.

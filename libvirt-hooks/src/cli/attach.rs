@@ -2,6 +2,8 @@
 
 use std::fs;
 use std::io;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args};
@@ -351,13 +353,22 @@ fn note_additions(before: &DomainXml, defined: &LibvirtDomain) -> Result<()> {
     Ok(())
 }
 
+/// How long a backend that ends may take from its last answer on, and how often that is looked at.
+const END_MOMENT: Duration = Duration::from_secs(2);
+const POLL: Duration = Duration::from_millis(50);
+
 /// Removes what a failed start may have left; a backend that still ends keeps its directory.
 pub(super) fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()> {
     let vm = domain.vm_id()?;
     let run_dir = paths.run.join(vm.to_string());
     let control = BackendControl::of(&run_dir);
-    if !matches!(control.status(), Err(ControlError::NotRunning(_))) {
-        return Ok(());
+    let deadline = Instant::now() + END_MOMENT;
+    while !control.has_ended() {
+        let is_running = !matches!(control.status(), Err(ControlError::NotRunning(_)));
+        if is_running || Instant::now() > deadline {
+            return Ok(());
+        }
+        sleep(POLL);
     }
     for removed in [
         fs::remove_dir_all(&run_dir),

@@ -227,16 +227,17 @@ impl<'a> Running<'a> {
     /// Ends a backend that no guest depends on.
     fn end_backend(&self) -> Result<()> {
         let deadline = Instant::now() + END_TIMEOUT;
-        loop {
+        while !self.control.has_ended() {
+            let is_late = Instant::now() > deadline;
             match self.control.stop() {
-                Err(ControlError::NotRunning(_)) => return Ok(()),
-                Err(error) if Instant::now() > deadline => return Err(error.into()),
-                Ok(()) if Instant::now() > deadline => {
+                Ok(()) | Err(ControlError::NotRunning(_)) if is_late => {
                     bail!("its backend does not end within {END_TIMEOUT:?}")
                 }
+                Err(error) if is_late => return Err(error.into()),
                 _ => sleep(POLL),
             }
         }
+        Ok(())
     }
 
     /// What `detach` would change.
