@@ -86,6 +86,9 @@ pub enum Fault {
     /// Its script was not reached.
     #[error("the lab guest had not booted after {0:?}")]
     NotBooted(Duration),
+    /// Its script was, and nothing was heard of it any more.
+    #[error("the lab guest stood still for {0:?}")]
+    StoodStill(Duration),
     /// QEMU, as it ended.
     #[error("the lab guest's QEMU ended with {0}")]
     Emulator(ExitStatus),
@@ -95,7 +98,7 @@ pub enum Fault {
 }
 
 /// Runs a test in lab guests, and once more where one failed by itself before there was a verdict: never
-/// where the test has failed, or did not end and no kernel said why. Nobody is to overlook it: the line
+/// where the test has failed, or did not end in a guest that goes on and whose kernel said nothing. Nobody is to overlook it: the line
 /// begins with [`ONCE_MORE`].
 pub fn once_more(test: &str, run: impl Fn() -> Result<()>) -> Result<()> {
     let outcome = run();
@@ -167,11 +170,20 @@ impl LabGuest {
         let console = share.join("console");
         let line = format!("file,id=line,path={}", console.display());
         let mut guest = Running(self.start(images, share, &line, Stdio::null(), cable)?);
-        let start = Instant::now();
+        let (mut beat, mut heard) = (String::new(), Instant::now());
         let outcome = wait_for("the lab guest to end", limit, || {
-            let is_late = self.boot == Boot::Plain && start.elapsed() > BOOT_LIMIT;
-            if is_late && !share.join(BEGAN).exists() {
-                bail!(Fault::NotBooted(BOOT_LIMIT));
+            if self.boot == Boot::Plain {
+                let now = fs::read_to_string(share.join(ALIVE)).unwrap_or_default();
+                if now != beat {
+                    (beat, heard) = (now, Instant::now());
+                }
+                if heard.elapsed() > SILENCE {
+                    let has_begun = share.join(BEGAN).exists();
+                    bail!(match has_begun {
+                        true => Fault::StoodStill(SILENCE),
+                        false => Fault::NotBooted(SILENCE),
+                    });
+                }
             }
             guest.0.try_wait().context("waiting for QEMU")
         })
@@ -351,12 +363,15 @@ pub fn pack(images: &Path, share: &Path, programs: &[PathBuf], folder: &Path) ->
 /// There once a script is reached, where systemd is not waited for.
 const BEGAN: &str = "began";
 
-/// Longest until then: a few seconds alone.
-const BOOT_LIMIT: Duration = Duration::from_secs(300);
+/// Written every few seconds from then on, each time something else.
+const ALIVE: &str = "alive";
+
+/// Longest until either: a few seconds on a machine that has time.
+const SILENCE: Duration = Duration::from_secs(300);
 
 /// What is known of an earlier script is not so of the next.
 fn forget_status(share: &Path) -> Result<()> {
-    for name in ["status", BEGAN] {
+    for name in ["status", BEGAN, ALIVE] {
         let file = share.join(name);
         match fs::remove_file(&file) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -422,7 +437,7 @@ mod tests {
     }
 
     fn fault() -> Fault {
-        Fault::NotBooted(BOOT_LIMIT)
+        Fault::NotBooted(SILENCE)
     }
 
     #[test]

@@ -6,6 +6,8 @@
 //! A page fetched ahead is an ordinary page on its way for which nobody waits yet. What stands in its way
 //! ends it: it is fetched when somebody asks for it.
 
+use std::ops::ControlFlow;
+
 use super::*;
 use crate::engine::pace::block_of;
 use crate::engine::prefetch::Window;
@@ -37,38 +39,41 @@ impl<P: Ports> Shard<P> {
         };
         let block = block_of(page, granule).pages();
         for next in block.filter(|next| part.contains(*next)) {
-            if !self.fetch_unasked(next, false) {
+            if self.fetch_unasked(next, false).is_break() {
                 return;
             }
         }
         let behind = noted.next.into_iter().flat_map(Window::pages);
         for next in behind.take_while(|next| part.contains(*next)) {
-            if !self.fetch_unasked(next, true) {
+            if self.fetch_unasked(next, true).is_break() {
                 return;
             }
         }
     }
 
-    /// Asks for a page that nobody waits for; whether there is room, and a server, for more.
-    fn fetch_unasked(&mut self, page: PageIndex, is_guess: bool) -> bool {
+    /// Asks for a page that nobody waits for; breaks where there is no room, or no server, for more.
+    fn fetch_unasked(&mut self, page: PageIndex, is_guess: bool) -> ControlFlow<()> {
         let entry = self.shared.table.load(page);
         if entry.state != State::Stored || self.pending.contains_key(&page) {
-            return true;
+            return ControlFlow::Continue(());
         }
         if self.shared.budget.spare() == 0 || !self.shared.budget.acquire(1) {
-            return false;
+            return ControlFlow::Break(());
         }
         let mut pending = Pending::new(None, self.ports.now_us());
         pending.ahead = true;
         if let Some(kind) = self.find_spare(page, &entry) {
             self.install_spare(page, entry, kind, pending);
-            return true;
+            return ControlFlow::Continue(());
         }
         self.shared.stats.fetched_ahead.count();
         if is_guess {
             self.guesses.open(page);
         }
-        self.start_fetch(page, entry, 0, pending)
+        match self.start_fetch(page, entry, 0, pending) {
+            true => ControlFlow::Continue(()),
+            false => ControlFlow::Break(()),
+        }
     }
 
     /// Nobody has asked for the page yet, and it cannot be put in place now.
