@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use outram_wire::control::{Phase, Status, is_supervised};
+use outram_wire::control::{Phase, Status};
 use outram_wire::incoming::Incoming;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -389,11 +389,7 @@ pub fn reason(run_dir: &Path) -> Option<String> {
 /// killed. One that is just about to remove them is given a moment.
 pub fn is_abandoned(run_dir: &Path) -> bool {
     let control = BackendControl::of(run_dir);
-    let dead_socket = || {
-        matches!(control.status(), Err(ControlError::NotRunning(_)))
-            && run_dir.join("control.sock").exists()
-            && !is_supervised(run_dir)
-    };
+    let dead_socket = || control.has_ended() && run_dir.join("control.sock").exists();
     dead_socket() && {
         sleep(END_MOMENT);
         dead_socket()

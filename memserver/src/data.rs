@@ -321,13 +321,11 @@ impl Answers {
 
 /// Whether these bytes begin with a whole request to read, which is answered without waiting for its client.
 fn has_read(bytes: &[u8]) -> bool {
-    let header = bytes.first_chunk().map(data::decode_request);
-    header.is_some_and(|header| {
-        header.is_ok_and(|header| {
-            let length = REQUEST_BYTES + usize::from(header.extents) * EXTENT_BYTES;
-            header.op == Op::Read && bytes.len() >= length
-        })
-    })
+    let Some(Ok(header)) = bytes.first_chunk().map(data::decode_request) else {
+        return false;
+    };
+    let length = REQUEST_BYTES + usize::from(header.extents) * EXTENT_BYTES;
+    header.op == Op::Read && bytes.len() >= length
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args};
+use outram_wire::control::is_supervised;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -353,7 +354,7 @@ fn note_additions(before: &DomainXml, defined: &LibvirtDomain) -> Result<()> {
     Ok(())
 }
 
-/// How long a backend that ends may take from its last answer on, and how often that is looked at.
+/// How long a backend's supervisor may take to follow it, and how often that is looked at.
 const END_MOMENT: Duration = Duration::from_secs(2);
 const POLL: Duration = Duration::from_millis(50);
 
@@ -362,10 +363,13 @@ pub(super) fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()
     let vm = domain.vm_id()?;
     let run_dir = paths.run.join(vm.to_string());
     let control = BackendControl::of(&run_dir);
+    if !matches!(control.status(), Err(ControlError::NotRunning(_))) {
+        return Ok(());
+    }
+    // It unmounts the state.
     let deadline = Instant::now() + END_MOMENT;
-    while !control.has_ended() {
-        let is_running = !matches!(control.status(), Err(ControlError::NotRunning(_)));
-        if is_running || Instant::now() > deadline {
+    while is_supervised(&run_dir) {
+        if Instant::now() > deadline {
             return Ok(());
         }
         sleep(POLL);

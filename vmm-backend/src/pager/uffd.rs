@@ -220,7 +220,12 @@ impl Uffd {
         let result = check(unsafe {
             libc::ioctl(self.inner.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zeropage)
         });
-        let made = u64::try_from(zeropage.zeroed).unwrap_or(0);
+        self.made_of(length, zeropage.zeroed, result)
+    }
+
+    /// The bytes that were made of those asked for, and how the attempt on the rest ended.
+    fn made_of(&self, length: u64, made: i64, result: io::Result<()>) -> (u64, Install) {
+        let made = u64::try_from(made).unwrap_or(0);
         match result {
             Ok(()) => (length, Install::Done),
             // A partial result comes back as EAGAIN; what stopped it shows at the next attempt.
@@ -232,28 +237,19 @@ impl Uffd {
     /// Puts one page in place, write-protected if `protect`.
     pub(super) fn copy(&self, destination: u64, bytes: &[u8], protect: bool) -> Install {
         let mode = if protect { MODE_PROTECTED_COPY } else { 0 };
-        match self.copy_all(destination, bytes, mode) {
-            (_, Ok(())) => Install::Done,
-            (_, Err(error)) => match self.install_outcome(&error) {
-                Install::Exists if self.size.is_huge() => self.map_existing(destination),
-                how => how,
-            },
+        match self.copy_all(destination, bytes, mode).1 {
+            Install::Exists if self.size.is_huge() => self.map_existing(destination),
+            how => how,
         }
     }
 
     /// Puts small pages in place from the bytes of all of them; returns the bytes that are, and how the attempt
     /// on the rest ended.
     pub(super) fn copy_row(&self, destination: u64, bytes: &[u8]) -> (u64, Install) {
-        match self.copy_all(destination, bytes, 0) {
-            (_, Ok(())) => (bytes.len() as u64, Install::Done),
-            // As in `zeropage`.
-            (made, Err(_)) if made > 0 => (made, Install::Again),
-            (_, Err(error)) => (0, self.install_outcome(&error)),
-        }
+        self.copy_all(destination, bytes, 0)
     }
 
-    /// Also returns how many bytes are in place where not all of them are.
-    fn copy_all(&self, destination: u64, bytes: &[u8], mode: u64) -> (u64, io::Result<()>) {
+    fn copy_all(&self, destination: u64, bytes: &[u8], mode: u64) -> (u64, Install) {
         let mut copy = Copy {
             destination,
             source: bytes.as_ptr() as u64,
@@ -264,7 +260,7 @@ impl Uffd {
         // SAFETY: as in `zero`; the source is a live slice of `length` bytes.
         let result =
             check(unsafe { libc::ioctl(self.inner.as_raw_fd(), UFFDIO_COPY, &raw mut copy) });
-        (u64::try_from(copy.copied).unwrap_or(0), result)
+        self.made_of(copy.length, copy.copied, result)
     }
 
     /// COPY of a huge page says EEXIST also where the pool is empty (Linux 6.18, of which the

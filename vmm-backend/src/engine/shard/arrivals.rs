@@ -145,25 +145,24 @@ impl<P: Ports> Shard<P> {
     fn install_row(&mut self) {
         let mut row = std::mem::take(&mut self.row);
         let length = self.shared.page_size.length();
-        let mut left = row.pages.len() as u32;
         let mut bytes = &row.bytes[..];
         let mut pages = row.pages.drain(..);
         while let Some(first) = pages.as_slice().first() {
             let run = PageRun {
                 first: first.page,
-                count: left,
+                count: pages.len() as u32,
             };
             let (made, how) = self.ports.copy_row(run, bytes);
             crash_points::pass(Point::FetchCopied);
             // The first that was not made says why when it is tried by itself.
-            let ended = match made {
-                0 => std::iter::repeat_n(how, 1),
-                made => std::iter::repeat_n(Install::Done, made as usize),
+            let (how, ended) = match made {
+                0 => (how, 1),
+                made => (Install::Done, made as usize),
             };
-            for (how, arrived) in ended.zip(pages.by_ref()) {
+            for arrived in pages.by_ref().take(ended) {
                 let (page, later) = bytes.split_at(length);
                 self.end_fetched(arrived, page, how, false);
-                (bytes, left) = (later, left - 1);
+                bytes = later;
             }
         }
         drop(pages);

@@ -32,11 +32,7 @@ fn what_comes_next_is_fetched_behind_what_is_waited_for() {
     for page in 20..26 {
         bench.answer(page as u8);
     }
-    for page in 22..26 {
-        assert_eq!(bench.read(page), Some(bytes(page as u8)));
-        assert_eq!(bench.state(page), State::Resident);
-        assert!(!bench.entry(page).dirty, "its slot holds the same bytes");
-    }
+    demand_resident(&mut bench, 22..26);
     assert_eq!(bench.shared.budget.used(), 6);
     bench.fault(26, READ);
     assert_eq!(asked(&mut bench), [(26, false), (27, true)]);
