@@ -19,6 +19,7 @@ mod record;
 mod released;
 mod report;
 mod shard_thread;
+mod spin;
 mod state_dir;
 mod takeover;
 mod uffd;
@@ -613,6 +614,8 @@ impl Parts<'_> {
             unmapped: Vec::new(),
             leaving: Vec::new(),
             next_pin: 0,
+            last_of_guest: Instant::now(),
+            spin: spin::Spin::default(),
         };
         let regions = self.held.ram.regions().into_iter();
         for region in regions.filter(|region| range.contains(region.pages.first)) {

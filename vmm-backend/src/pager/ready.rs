@@ -2,9 +2,11 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
+use super::spin::{Lookout, Spin};
 use crate::engine::slots::ServerIndex;
 use crate::remote::DataConn;
 
@@ -25,39 +27,86 @@ impl Ready {
     }
 }
 
-/// Waits until one of `own`, 32 at most, or of the connections has something to read, a connection can
-/// send what it has queued, or the time is up.
-pub(super) fn wait_ready<'a>(
-    own: &[BorrowedFd<'_>],
-    conns: impl Iterator<Item = (ServerIndex, &'a DataConn)>,
-    timeout: Option<&Timespec>,
-) -> io::Result<Ready> {
-    let mut fds: Vec<PollFd<'_>> = own
-        .iter()
-        .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
-        .collect();
-    let mut servers = Vec::with_capacity(2);
-    for (server, conn) in conns {
-        let flags = if conn.wants_write() {
-            PollFlags::IN | PollFlags::OUT
-        } else {
-            PollFlags::IN
-        };
-        fds.push(PollFd::from_borrowed_fd(conn.as_fd(), flags));
-        servers.push(server);
+/// Descriptors and connections to be watched.
+pub(super) struct Watched<'a> {
+    fds: Vec<PollFd<'a>>,
+    /// Of how many the caller's own are.
+    own: usize,
+    /// Of the others.
+    servers: Vec<ServerIndex>,
+}
+
+impl<'a> Watched<'a> {
+    /// `own`, 32 at most, and connections: these also for being able to send what they have queued.
+    pub(super) fn new(
+        own: &[BorrowedFd<'a>],
+        conns: impl Iterator<Item = (ServerIndex, &'a DataConn)>,
+    ) -> Self {
+        let mut fds: Vec<PollFd<'_>> = own
+            .iter()
+            .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
+            .collect();
+        let mut servers = Vec::with_capacity(2);
+        for (server, conn) in conns {
+            let flags = if conn.wants_write() {
+                PollFlags::IN | PollFlags::OUT
+            } else {
+                PollFlags::IN
+            };
+            fds.push(PollFd::from_borrowed_fd(conn.as_fd(), flags));
+            servers.push(server);
+        }
+        Self {
+            fds,
+            own: own.len(),
+            servers,
+        }
     }
-    match rustix::event::poll(&mut fds, timeout) {
-        Ok(_) => {}
-        Err(rustix::io::Errno::INTR) => return Ok(Ready::default()),
-        Err(errno) => return Err(errno.into()),
+
+    /// Waits until something is ready or the time is up.
+    pub(super) fn wait(mut self, timeout: Option<&Timespec>) -> io::Result<Ready> {
+        self.poll(timeout)?;
+        Ok(self.ready())
     }
-    let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
-    let (own, conns) = fds.split_at(own.len());
-    let mut conns = conns.iter();
-    servers.retain(|_| conns.next().is_some_and(is_ready));
-    let own = own.iter().rev();
-    Ok(Ready {
-        own: own.fold(0, |bits, fd| bits << 1 | u32::from(is_ready(fd))),
-        servers,
-    })
+
+    /// Waits until something is ready, for a short time without sleeping.
+    pub(super) fn wait_awake(mut self, spin: &mut Spin) -> io::Result<Ready> {
+        spin.wait(&mut self)?;
+        Ok(self.ready())
+    }
+
+    fn poll(&mut self, timeout: Option<&Timespec>) -> io::Result<bool> {
+        match rustix::event::poll(&mut self.fds, timeout) {
+            Ok(ready) => Ok(ready > 0),
+            // Nothing is noted of any.
+            Err(rustix::io::Errno::INTR) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    fn ready(mut self) -> Ready {
+        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let (own, conns) = self.fds.split_at(self.own);
+        let mut conns = conns.iter();
+        self.servers.retain(|_| conns.next().is_some_and(is_ready));
+        let own = own.iter().rev();
+        Ready {
+            own: own.fold(0, |bits, fd| bits << 1 | u32::from(is_ready(fd))),
+            servers: self.servers,
+        }
+    }
+}
+
+impl Lookout for Watched<'_> {
+    fn look(&mut self, may_sleep: bool) -> io::Result<bool> {
+        self.poll((!may_sleep).then_some(&Timespec::default()))
+    }
+
+    fn offer(&mut self) {
+        std::thread::yield_now();
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
 }

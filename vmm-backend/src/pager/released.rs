@@ -13,7 +13,7 @@ use crossbeam_channel::Sender;
 
 use super::guest_ram::GuestRam;
 use super::inbox::Messages;
-use super::ready::wait_ready;
+use super::ready::Watched;
 use super::shard_thread::ShardEvent;
 use super::uffd::{Events, Uffd};
 use crate::engine::{PageRun, PinRefused};
@@ -43,7 +43,7 @@ impl Released {
         let _ = answer.send(Ok(()));
         loop {
             let descriptors = [self.uffd.as_fd(), self.messages.as_fd()];
-            if let Err(error) = wait_ready(&descriptors, std::iter::empty(), None) {
+            if let Err(error) = Watched::new(&descriptors, std::iter::empty()).wait(None) {
                 tracing::error!(%error, "a released shard cannot wait for events; it tries again");
                 std::thread::sleep(std::time::Duration::from_millis(10));
             }

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
 use rustix::event::Timespec;
@@ -19,8 +19,9 @@ use super::evictor::EvictorOrder;
 use super::guest_ram::{GuestRam, intersect};
 use super::inbox::{Inbox, Messages};
 use super::lock;
-use super::ready::{Ready, wait_ready};
+use super::ready::{Ready, Watched};
 use super::released::{NotReleased, Released};
+use super::spin::Spin;
 use super::state_dir::StagingArea;
 use super::uffd::{Event, Events, FaultKind, MESSAGES_PER_READ, ReadWrite, Uffd};
 use super::writer::WriterEvent;
@@ -48,6 +49,9 @@ const POOL_PAUSE: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 10_000_000,
 };
+
+/// Until a guest that asks for nothing is taken to do without us for now.
+const GOES_ON: Duration = Duration::from_millis(1);
 
 /// Retries in a row between two discards: some 100 µs, longer than their caller takes to go on.
 const RETRIES_AT_ONCE: usize = 100;
@@ -269,6 +273,10 @@ pub(super) struct ShardThread {
     pub(super) leaving: Vec<(PageRun, Sender<()>)>,
     /// For the next pin.
     pub(super) next_pin: u64,
+    /// When the guest last asked for something, or something came for it.
+    pub(super) last_of_guest: Instant,
+    /// How the thread waits for a guest that goes on.
+    pub(super) spin: Spin,
 }
 
 impl ShardThread {
@@ -280,10 +288,13 @@ impl ShardThread {
                 Ok(ready) => ready,
                 Err(error) => {
                     tracing::error!(%error, "a shard cannot wait for events; it tries again");
-                    std::thread::sleep(std::time::Duration::from_millis(10));
+                    std::thread::sleep(Duration::from_millis(10));
                     continue;
                 }
             };
+            if ready.has_own(UFFD) || !ready.servers.is_empty() {
+                self.last_of_guest = Instant::now();
+            }
             // Mapping changes first: a COPY is refused until their event is read.
             if ready.has_own(UFFD) {
                 self.read_uffd(&mut events);
@@ -318,11 +329,6 @@ impl ShardThread {
     }
 
     /// Waits until something is to be done.
-    ///
-    /// To look for events again and again before sleeping, for up to 60 µs where the waits before were
-    /// short, as KVM does for halted vCPUs, was measured and left alone: on two processors, of which the
-    /// pager had one or the kernel chose, medians of remote faults stayed at 32 to 39 µs, and the pager's
-    /// processor time for them rose from 5.4 to 6.9..9.7 s/GiB.
     fn wait(&mut self) -> io::Result<Ready> {
         let shard = &self.shard;
         let again =
@@ -331,13 +337,15 @@ impl ShardThread {
             true => Some(&RETRY),
             false => self.shard.waits_for_pool().then_some(&POOL_PAUSE),
         };
+        let guest_goes_on = self.last_of_guest.elapsed() < GOES_ON;
         let ports = self.shard.ports();
-        wait_ready(
-            // In the order of UFFD and MESSAGES.
-            &[ports.uffd.as_fd(), self.messages.as_fd()],
-            ports.demand.lines(),
-            retry,
-        )
+        // In the order of UFFD and MESSAGES.
+        let own = [ports.uffd.as_fd(), self.messages.as_fd()];
+        let watched = Watched::new(&own, ports.demand.lines());
+        match retry {
+            None if guest_goes_on => watched.wait_awake(&mut self.spin),
+            retry => watched.wait(retry),
+        }
     }
 
     /// A COPY is refused from the start of a discard until its caller has gone on after we read the

@@ -21,7 +21,7 @@ use outram_wire::server::SlabId;
 use rustix::event::Timespec;
 
 use super::inbox::{Inbox, Messages};
-use super::ready::{Ready, wait_ready};
+use super::ready::{Ready, Watched};
 use super::shard_thread::ShardEvent;
 use super::state_dir::StagingArea;
 use crate::crash_points::{self, Point};
@@ -171,7 +171,7 @@ impl Writer {
     fn wait(&self) -> io::Result<Ready> {
         let conns = self.conns.iter().enumerate();
         let conns = conns.filter_map(|(server, conn)| Some((server, conn.as_ref()?)));
-        wait_ready(&[self.messages.as_fd()], conns, Some(&IDLE))
+        Watched::new(&[self.messages.as_fd()], conns).wait(Some(&IDLE))
     }
 
     fn handle(&mut self, event: WriterEvent) {
