@@ -37,6 +37,26 @@ pub fn by_lru(local_ratio: f64) -> String {
     format!("misses of the pager's policy ÷ LRU's, at {local_ratio}")
 }
 
+/// Name of the ratio of tuning down by [`eviction_floor`].
+pub const BY_EVICTION_FLOOR: &str = "tuning down ÷ (protect + copy + punch + wire)";
+
+/// Pages per second, in each round, of which a processor can do no more than protect them, copy them out, punch
+/// them, each by ranges, and send them over a raw socket.
+pub fn eviction_floor(results: &Results) -> Vec<f64> {
+    let of = |name: &str| results.rounds(name).iter();
+    let (protecting, punching) = (of("write-protect by range p50"), of("punch by range p50"));
+    let sending = of("64 pages written to a server, raw socket: rate");
+    let rounds = protecting
+        .zip(punching)
+        .zip(of("copying pages"))
+        .zip(sending);
+    rounds
+        .map(|(((protect_us, punch_us), copied), sent)| {
+            1e6 / (protect_us + punch_us + 1e6 / copied + 1e6 / sent)
+        })
+        .collect()
+}
+
 /// All that follow from what was measured.
 pub fn of(results: &Results) -> Vec<Ratio> {
     let mut ratios = Vec::new();
@@ -143,6 +163,12 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
         false,
     );
     push(
+        BY_EVICTION_FLOOR,
+        of("tuning down"),
+        &eviction_floor(results),
+        false,
+    );
+    push(
         "tuning down ÷ pages over the wire, batched",
         of("tuning down"),
         of("wire, batched"),
@@ -175,6 +201,22 @@ mod tests {
     fn value(ratios: &[Ratio], name: &str) -> Option<f64> {
         let found = ratios.iter().find(|ratio| ratio.name == name);
         found.map(|ratio| ratio.value.median)
+    }
+
+    #[test]
+    fn tuning_down_is_divided_by_what_its_calls_take_at_least() {
+        let mut results = sample();
+        results.note("write-protect by range p50", "µs", 0.25);
+        results.note("punch by range p50", "µs", 0.75);
+        results.note("copying pages", "pages/s", 2e6);
+        results.note(
+            "64 pages written to a server, raw socket: rate",
+            "pages/s",
+            2e6,
+        );
+        results.note("tuning down", "pages/s", 1e5);
+        assert_eq!(eviction_floor(&results), [5e5]);
+        assert_eq!(value(&of(&results), BY_EVICTION_FLOOR), Some(0.2));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::baseline::{NBD, SWAP_FILE, ZRAM};
 use super::contest::{OUTRAM, STATED, STATED_COMPUTE, label};
 use super::own::{HELPER_ALLOWED, HELPER_BY_ALLOWED};
-use super::ratios::{PAGING, by_least, by_lru};
+use super::ratios::{BY_EVICTION_FLOOR, PAGING, by_least, by_lru, eviction_floor};
 use super::replay::least_seconds;
 use super::results::Results;
 use super::statistics::Spread;
@@ -320,6 +320,16 @@ impl Table<'_> {
                 "tuning down ÷ copying pages",
                 Bound::AtLeast(0.5),
                 &["copying pages"],
+            ),
+            target(
+                "P7",
+                BY_EVICTION_FLOOR.to_owned(),
+                Bound::Shown,
+                self.ratio(PAGING, BY_EVICTION_FLOOR),
+                Spread::of(&eviction_floor(self.0)).map(|floor| Floor {
+                    median: floor.median,
+                    unit: "pages/s".to_owned(),
+                }),
             ),
             self.paging("P7", down, Bound::AtMost(1.5), &["held page, at rest p99"]),
         ]
