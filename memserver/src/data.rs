@@ -18,6 +18,7 @@ use outram_wire::server::data::{
     self, DataError, EXTENT_BYTES, Op, REPLY_BYTES, REQUEST_BYTES, ReplyHeader, RequestHeader,
     Status,
 };
+use prometheus_client::metrics::counter::Counter;
 
 use crate::metrics::{Metrics, Of, Operation};
 use crate::session::Admitted;
@@ -26,8 +27,9 @@ use crate::slab::{self, Part, Piece, Vectors};
 /// The buffer: the longest request head, and some of what follows it, which is copied once more.
 const BUFFER_BYTES: usize = 2 * data::MAX_REQUEST_BYTES;
 
-/// Answers of so many bytes wait for no other.
-const GATHER_BYTES: usize = 64 << 10;
+/// Answers of so many bytes wait for no other. With their heads they are what Linux hands to a network
+/// device, or to a socket of this host, in one piece.
+const GATHER_BYTES: usize = 60 << 10;
 
 /// ... nor do any where the next might take more parts than one call does.
 const GATHER_PARTS: usize = Vectors::MAX - (1 + data::MAX_EXTENTS);
@@ -49,6 +51,8 @@ pub(crate) struct Service<'a> {
     socket: &'a TcpStream,
     session: &'a Admitted,
     metrics: &'a Metrics,
+    /// Requests, each by its operation.
+    counts: Counts,
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
@@ -69,6 +73,7 @@ impl<'a> Service<'a> {
             socket,
             session,
             metrics,
+            counts: Counts::of(metrics),
             buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
             start: 0,
             end: 0,
@@ -167,13 +172,14 @@ impl<'a> Service<'a> {
     /// Answers a read: header and slabs' bytes in one call, as far as the socket takes them.
     fn reply_bytes(&mut self, id: u64, total: usize) -> Result<(), DataEnd> {
         self.reply(id, Status::Done, 0, total)?;
-        self.count(Operation::Read);
+        self.counts.read.inc();
         self.metrics.read_bytes.inc_by(total as u64);
         Ok(())
     }
 
     /// Carries out a write: what is in the buffer already is stored, the rest received in place.
     fn take_bytes(&mut self, id: u64, total: usize) -> Result<(), DataEnd> {
+        self.pieces.iter().for_each(Piece::prepare);
         let here = total.min(self.end - self.start);
         slab::store(&self.pieces, &self.buffer[self.start..self.start + here]);
         self.start += here;
@@ -210,7 +216,7 @@ impl<'a> Service<'a> {
         self.metrics.written_bytes.inc_by(total as u64);
         self.pieces.clear();
         self.reply(id, Status::Done, 0, 0)?;
-        self.count(Operation::Write);
+        self.counts.written.inc();
         Ok(())
     }
 
@@ -234,7 +240,7 @@ impl<'a> Service<'a> {
                 return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
             }
         }
-        self.count(Operation::Refused);
+        self.counts.refused.inc();
         self.reply(id, status, extent, 0)
     }
 
@@ -273,10 +279,23 @@ impl<'a> Service<'a> {
         self.answers.clear();
         Ok(())
     }
+}
 
-    fn count(&self, operation: Operation) {
-        let requests = &self.metrics.data_requests;
-        requests.get_or_create(&Of { operation }).inc();
+/// Counters of requests: to look them up costs what many a request does in all.
+struct Counts {
+    read: Counter,
+    written: Counter,
+    refused: Counter,
+}
+
+impl Counts {
+    fn of(metrics: &Metrics) -> Self {
+        let of = |operation| metrics.data_requests.get_or_create_owned(&Of { operation });
+        Self {
+            read: of(Operation::Read),
+            written: of(Operation::Write),
+            refused: of(Operation::Refused),
+        }
     }
 }
 

@@ -22,6 +22,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use outram_wire::units::PAGE_SIZE;
 use outram_wire::verbs::{Access, Domain, Region, Remote, VerbsError};
 
 /// Memory of one slab.
@@ -30,8 +31,14 @@ pub(crate) struct Slab {
     base: NonNull<u8>,
     bytes: usize,
     counts: Counts,
+    /// Which of its [`PARTS`] have had their memory taken from the system, bit by bit.
+    populated: AtomicU64,
     registration: Mutex<Registration>,
 }
+
+/// Parts of a slab that memory is taken for at once: page by page it would cost a write to a new slab as much
+/// again as its bytes do.
+const PARTS: usize = u64::BITS as usize;
 
 /// Whether a slab's client may touch it over RDMA.
 #[derive(Debug)]
@@ -95,6 +102,7 @@ impl Slab {
             base,
             bytes,
             counts,
+            populated: AtomicU64::new(0),
             registration: Mutex::new(Registration::None),
         };
         slab.keep_private()?;
@@ -104,14 +112,36 @@ impl Slab {
     /// Maps a slab that nobody has yet, and has all of its memory taken from the system, as zeros.
     pub(crate) fn map_ahead(bytes: usize) -> io::Result<Self> {
         let slab = Self::map(bytes, Counts::default())?;
-        // SAFETY: the range is exactly our own mapping, which nobody else knows of; the advice brings
-        // its pages in, as a write to each would, and changes no byte.
-        let advised =
-            unsafe { libc::madvise(slab.base.as_ptr().cast(), bytes, libc::MADV_POPULATE_WRITE) };
+        slab.populate(0, bytes)?;
+        slab.populated.store(u64::MAX, Ordering::Relaxed);
+        Ok(slab)
+    }
+
+    /// Has the memory of a range taken from the system that lies within the mapping.
+    fn populate(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        // SAFETY: offset lies within the mapping, as the caller says.
+        let start = unsafe { self.base.as_ptr().add(offset) };
+        // SAFETY: the range is our own mapping; the advice brings its pages in, as a write to each would,
+        // and changes no byte.
+        let advised = unsafe { libc::madvise(start.cast(), bytes, libc::MADV_POPULATE_WRITE) };
         if advised != 0 {
             return Err(io::Error::last_os_error());
         }
-        Ok(slab)
+        Ok(())
+    }
+
+    /// The same for the parts that a range lies in, unless they have theirs.
+    fn populate_parts(&self, offset: usize, bytes: usize) {
+        let part = self.bytes / PARTS;
+        for number in offset / part..(offset + bytes).div_ceil(part) {
+            let bit = 1 << number;
+            let is_new = self.populated.load(Ordering::Relaxed) & bit == 0
+                && self.populated.fetch_or(bit, Ordering::Relaxed) & bit == 0;
+            // Where there is none, whoever writes to it meets that.
+            if is_new && let Err(error) = self.populate(number * part, part) {
+                tracing::debug!(%error, "a slab's memory is not taken ahead");
+            }
+        }
     }
 
     /// The slab, counted here from now on.
@@ -221,6 +251,14 @@ impl Piece {
         libc::iovec {
             iov_base: start.cast(),
             iov_len: self.bytes - skip,
+        }
+    }
+
+    /// Prepares the range for being written.
+    pub(crate) fn prepare(&self) {
+        // Parts are whole pages wherever slabs are of a size that is worth it.
+        if self.slab.bytes.is_multiple_of(PARTS * PAGE_SIZE) && self.bytes > 0 {
+            self.slab.populate_parts(self.offset, self.bytes);
         }
     }
 
@@ -389,6 +427,24 @@ mod tests {
         }
         assert_eq!(read(&pieces), data);
         assert_eq!(read(&[piece(4106, 4)]), [0; 4]);
+    }
+
+    #[test]
+    fn parts_are_prepared_that_are_written() {
+        let part = 2 * PAGE_SIZE;
+        let slab = Slab::map(PARTS * part, Counts::default()).expect("it can be mapped");
+        let slab = Arc::new(slab);
+        let prepared = |offset: usize, bytes: usize| {
+            let piece = Piece::new(slab.clone(), offset as u32, bytes as u32);
+            piece.expect("in range").prepare();
+            slab.populated.load(Ordering::Relaxed)
+        };
+        assert_eq!(prepared(3 * part, 1), 1 << 3);
+        assert_eq!(prepared(3 * part, part), 1 << 3);
+        assert_eq!(prepared(6 * part - 1, 2), 1 << 3 | 1 << 5 | 1 << 6);
+        assert_eq!(prepared(0, PARTS * part), u64::MAX);
+        let first = Piece::new(slab.clone(), 0, part as u32).expect("in range");
+        assert_eq!(read(&[first]), vec![0; part], "it still reads as zeros");
     }
 
     #[test]

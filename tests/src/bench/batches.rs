@@ -2,8 +2,8 @@
 //! the same over a raw socket: what our protocol and our two programs add to TCP.
 //!
 //! One batch after the other, each waited for. The library's batches are as the pager makes them: a write
-//! of as many extents as pages, and reads of single pages that go out together. The raw socket's are one
-//! request of all pages in a row.
+//! of as many extents as pages, and reads of what is fetched ahead of somebody who goes through pages that left
+//! in a row. The raw socket's are one request of all pages in a row.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use crossbeam_channel::{Receiver, unbounded};
 use outram_backend::remote::{
-    DataConn, Extent, RemoteConfig, Session as Lease, SessionEvent, Timing,
+    AHEAD_BYTES, DataConn, Extent, RemoteConfig, Session as Lease, SessionEvent, Timing,
 };
 use outram_wire::identity::Identity;
 use outram_wire::server::{SessionSecret, SlabId};
@@ -65,8 +65,10 @@ pub fn measure(session: &mut Session) -> Result<()> {
         let measured = [
             times(count, ours_pid, || ours.write(&pages))?,
             times(count, raw_pid, || raw.write_run(0, &pages))?,
-            times(count, ours_pid, || ours.read(&mut back))?,
+            // Like the pager, which opens pages where they came to.
+            times(count, ours_pid, || ours.read(|_, _| {}))?,
         ];
+        ours.read(|start, bytes| back[start..start + bytes.len()].copy_from_slice(bytes))?;
         ensure!(
             back == pages,
             "WRONG RESULT: pages came back with other bytes"
@@ -146,30 +148,36 @@ impl Line {
         Ok(Self { lease, conn, slab })
     }
 
-    fn extent(&self, page: usize) -> Extent {
+    fn extent(&self, offset: usize, length: usize) -> Extent {
         Extent {
             slab: self.slab,
-            offset: (page * PAGE_BYTES) as u32,
-            length: PAGE_BYTES as u32,
+            offset: offset as u32,
+            length: length as u32,
         }
     }
 
     fn write(&mut self, pages: &[u8]) -> Result<()> {
-        let extents: Vec<Extent> = (0..RANGE).map(|page| self.extent(page)).collect();
+        let extent = |page| self.extent(page * PAGE_BYTES, PAGE_BYTES);
+        let extents: Vec<Extent> = (0..RANGE).map(extent).collect();
         let pieces: Vec<&[u8]> = pages.chunks(PAGE_BYTES).collect();
         self.conn.submit_write(0, &extents, &pieces)?;
         self.finish(|_, _| {})
     }
 
-    fn read(&mut self, into: &mut [u8]) -> Result<()> {
-        for page in 0..RANGE {
-            let extent = self.extent(page);
-            self.conn.queue_read(page as u64, &[extent])?;
+    /// Reads a batch; `take` gets each answer's place in it, and its bytes.
+    fn read(&mut self, mut take: impl FnMut(usize, &[u8])) -> Result<()> {
+        let length = AHEAD_BYTES as usize;
+        for start in (0..BATCH_BYTES).step_by(length) {
+            let extent = self.extent(start, length.min(BATCH_BYTES - start));
+            self.conn.queue_read(start as u64, &[extent])?;
         }
-        self.finish(|page, bytes| {
-            let start = page as usize * PAGE_BYTES;
-            into[start..start + PAGE_BYTES].copy_from_slice(bytes);
-        })
+        let mut came = 0;
+        self.finish(|start, bytes| {
+            came += bytes.len();
+            take(start as usize, bytes);
+        })?;
+        ensure!(came == BATCH_BYTES, "the memory server sent {came} bytes");
+        Ok(())
     }
 
     /// Sends what is queued and takes replies until none is due.

@@ -323,6 +323,7 @@ impl ShardThread {
             }
             self.shard.pump();
             self.retry_between_discards();
+            self.shard.ports().demand.send_ahead();
             self.let_regions_go();
             self.publish();
         }
@@ -510,16 +511,25 @@ impl ShardThread {
             return;
         };
         let flushed = conn.flush();
+        let length = self.shard.ports().ram.page_size().length();
         let mut arrivals = self.shard.arrivals();
         let received = flushed.and_then(|()| {
             conn.receive(|id, result| {
-                let id = FetchId(id);
-                let Some(fetch) = arrivals.ports().demand.answered(id) else { return };
-                let bytes = result.map_err(|error| {
-                    tracing::error!(%error, page = fetch.page.0, "a memory server does not know a page's place");
-                    FetchFailed::Gone
-                });
-                arrivals.on_fetched(id, fetch.page, bytes);
+                let Some(flight) = arrivals.ports().demand.answered(FetchId(id)) else { return };
+                match result {
+                    Ok(bytes) => {
+                        let pages = bytes.chunks_exact_mut(length);
+                        for (fetch, page) in flight.fetches().zip(pages) {
+                            arrivals.on_fetched(fetch.id, fetch.page, Ok(page));
+                        }
+                    }
+                    Err(error) if flight.count() == 1 => {
+                        let fetch = flight.first();
+                        tracing::error!(%error, page = fetch.page.0, "a memory server does not know a page's place");
+                        arrivals.on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
+                    }
+                    Err(_) => arrivals.ports().demand.ask_one_by_one(&flight),
+                }
             })
         });
         drop(arrivals);

@@ -21,7 +21,7 @@ mod pins;
 mod pool;
 mod reclaim;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //! names. What may happen at any moment besides is the simulation's (`tests/simulation.rs`).
 
 mod ahead;
-mod bench;
+pub(crate) mod bench;
 mod eviction;
 mod faults;
 mod homing;

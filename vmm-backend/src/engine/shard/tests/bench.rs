@@ -246,7 +246,7 @@ pub(super) const SHARD_PAGES: u32 = 128;
 const SLAB: SlabRef = SlabRef { server: 0, slab: 0 };
 
 /// What a guest's shards share: room for `limit` pages, `staging` staging slots, one slab.
-pub(super) fn shared(limit: u64, staging: u32) -> SharedRef {
+pub(crate) fn shared(limit: u64, staging: u32) -> SharedRef {
     shared_with(limit, staging, LostPages::Stop, PAGES)
 }
 
