@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::baseline::PARTLY_LOCAL;
 use super::batches::BATCHES;
 use super::contest::OUTRAM;
-use super::replay::{self, Replay};
+use super::replay::{self, By, Replay};
 use super::results::Results;
 use super::statistics::Spread;
 
@@ -27,9 +27,9 @@ pub struct Ratio {
 /// Group of everything but workloads.
 pub const PAGING: &str = "paging";
 
-/// Name of a workload's ratio: Outram's time by what it takes [at least](super::replay).
-pub fn by_least(local_ratio: f64) -> String {
-    format!("{OUTRAM} at {local_ratio} ÷ (local memfd + fetches of OPT × floor of a fault)")
+/// Name of a workload's ratio: its time by what it takes [at least](super::replay).
+pub fn by_least(memory: &str, local_ratio: f64, by: By) -> String {
+    format!("{memory} at {local_ratio} ÷ (local memfd + fetches of {by} × floor of a fault)")
 }
 
 /// Name of a workload's ratio: misses of the pager's policy by LRU's, on its trace.
@@ -93,7 +93,14 @@ pub fn of(results: &Results) -> Vec<Ratio> {
                 push(format!("{what} ÷ {memory} at {at}"), spread(memory, at));
             }
             let workload = &series.workload;
-            push(by_least(at), replay::by_least(results, workload, at));
+            for by in [By::Opt, By::Lru] {
+                let found = replay::by_least(results, workload, OUTRAM, at, by);
+                push(by_least(OUTRAM, at, by), found);
+            }
+            for memory in PARTLY_LOCAL {
+                let found = replay::by_least(results, workload, memory, at, By::Lru);
+                push(by_least(memory, at, By::Lru), found);
+            }
             let of = |replay: &&Replay| replay.workload == *workload && replay.local_ratio == at;
             let replay = results.replays.iter().find(of);
             push(by_lru(at), replay.and_then(Replay::by_lru));
