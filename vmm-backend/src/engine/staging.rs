@@ -10,9 +10,11 @@
 //! evicted too early, costs no server, in memory that staging takes anyway. The oldest are given to others
 //! first. That the bytes are the page's is for whoever takes them to check, by the page's tag.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use foldhash::HashMap;
 
 use super::{Generation, PageIndex, StagingSlot};
 
@@ -122,7 +124,7 @@ impl StagingPool {
             slots: Mutex::new(Slots {
                 uses: Vec::new(),
                 free: Vec::new(),
-                spares: HashMap::new(),
+                spares: HashMap::default(),
                 spare_since: VecDeque::new(),
                 capacity: 0,
                 retired: Vec::new(),

@@ -8,9 +8,10 @@
 //! After a connection is lost, what was in flight waits for the next one. Nothing is ever given up
 //! here: a fetch ends when the server answers, or when its slab is known to be gone.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
+use foldhash::HashMap;
 use outram_wire::server::Extent;
 
 use super::writer::extent_of;
@@ -119,7 +120,7 @@ impl DemandReads {
             shared,
             lines: sessions.iter().map(|_| Line::Down).collect(),
             sessions,
-            in_flight: HashMap::new(),
+            in_flight: HashMap::default(),
             ahead: Vec::new(),
             waiting: VecDeque::new(),
             gone: Vec::new(),

@@ -1,11 +1,11 @@
 //! A data connection over TCP: requests go out with a single system call where the socket takes them,
 //! replies are parsed in place from one reused buffer.
 
-use std::collections::HashMap;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 
+use foldhash::HashMap;
 use outram_wire::server::data::{
     self, DataError, MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES, Op, REPLY_BYTES, Status,
 };
@@ -87,7 +87,7 @@ impl TcpConn {
         Self {
             line: Line::new(server),
             socket,
-            pending: HashMap::new(),
+            pending: HashMap::default(),
             frame: Vec::with_capacity(MAX_REQUEST_BYTES),
             queue: Vec::new(),
             queue_start: 0,

@@ -23,9 +23,10 @@ mod reclaim;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 
+use foldhash::HashMap;
 use outram_wire::lost_pages::LostPages;
 
 use super::ages::ShardAge;
@@ -195,18 +196,18 @@ impl<P: Ports> Shard<P> {
             shared,
             ports,
             policy,
-            pending: HashMap::new(),
+            pending: HashMap::default(),
             waiting_for_room: VecDeque::new(),
             retries: Vec::new(),
             waiting_for_pool: Vec::new(),
-            removed_while_busy: HashMap::new(),
+            removed_while_busy: HashMap::default(),
             frozen: Vec::new(),
-            pins: HashMap::new(),
-            pin_requests: HashMap::new(),
+            pins: HashMap::default(),
+            pin_requests: HashMap::default(),
             to_move: VecDeque::new(),
             move_waits: false,
-            moving: HashMap::new(),
-            staged_plain: HashMap::new(),
+            moving: HashMap::default(),
+            staged_plain: HashMap::default(),
             homing: None,
             kept: KeptSlots::new(range.first),
             next_fetch: 0,
