@@ -625,17 +625,17 @@ impl ShardThread {
     fn publish(&mut self) {
         let (sent, received) = self.shard.ports().demand.wire_bytes();
         let gauges = &self.gauges;
-        let waiting = self.shard.waiting_faults();
-        gauges.waiting.store(waiting, Ordering::Relaxed);
-        // Its only other user copies it under the lock, and waits for nothing meanwhile.
-        *lock(&gauges.waited) = Some(Waited {
-            until_then_us: self.shard.waited_us(),
-            waiting,
-            then: Instant::now(),
-        });
+        let waiting = self.shard.waiting();
+        gauges.waiting.store(waiting.faults, Ordering::Relaxed);
         gauges
             .waiting_lost
-            .store(self.shard.lost_waiters(), Ordering::Relaxed);
+            .store(waiting.for_lost, Ordering::Relaxed);
+        // Its only other user copies it under the lock, and waits for nothing meanwhile.
+        *lock(&gauges.waited) = Some(Waited {
+            until_then_us: waiting.waited_us,
+            waiting: waiting.faults,
+            then: Instant::now(),
+        });
         gauges.home.store(self.shard.is_home(), Ordering::Relaxed);
         gauges.wire_sent_bytes.store(sent, Ordering::Relaxed);
         gauges

@@ -85,6 +85,18 @@ enum Wait {
     Lost,
 }
 
+/// The faults of a shard that wait for an answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Waiting {
+    /// How many they are.
+    pub faults: u64,
+    /// Of these, those that wait for a page that is lost.
+    pub for_lost: u64,
+    /// Time that all faults have waited, those still waiting until now. It only rises, but for threads of the
+    /// VMM that ended while they waited.
+    pub waited_us: u64,
+}
+
 /// All who wait for a page.
 #[derive(Debug)]
 struct Pending {
@@ -246,33 +258,20 @@ impl<P: Ports> Shard<P> {
         }
     }
 
-    /// Faults that wait for an answer now.
-    pub fn waiting_faults(&self) -> u64 {
-        self.pending
-            .values()
-            .filter(|pending| pending.fault.is_some())
-            .count() as u64
-    }
-
-    /// Time that all faults have waited, those still waiting until now. It only rises, but for
-    /// threads of the VMM that ended while they waited.
-    pub fn waited_us(&self) -> u64 {
+    /// The faults that wait for an answer now.
+    pub fn waiting(&self) -> Waiting {
         let now_us = self.ports.now_us();
-        let still: u64 = self
-            .pending
-            .values()
-            .filter(|pending| pending.fault.is_some())
-            .map(|pending| now_us.saturating_sub(pending.since_us))
-            .sum();
-        self.answered_wait_us + still
-    }
-
-    /// Faults that wait for a page that is lost.
-    pub fn lost_waiters(&self) -> u64 {
-        self.pending
-            .values()
-            .filter(|pending| pending.wait == Wait::Lost && pending.fault.is_some())
-            .count() as u64
+        let mut waiting = Waiting {
+            waited_us: self.answered_wait_us,
+            ..Waiting::default()
+        };
+        let pending = self.pending.values();
+        for pending in pending.filter(|pending| pending.fault.is_some()) {
+            waiting.faults += 1;
+            waiting.for_lost += u64::from(pending.wait == Wait::Lost);
+            waiting.waited_us += now_us.saturating_sub(pending.since_us);
+        }
+        waiting
     }
 
     /// Whether a fault on the page waits for an answer.

@@ -136,11 +136,11 @@ fn who_asks_for_a_page_under_way_waits_for_that() {
     let mut bench = under_way();
     bench.fault(23, WRITE);
     assert_eq!(asked(&mut bench).len(), 6, "it is not asked for twice");
-    assert_eq!(bench.shard.waiting_faults(), 3);
+    assert_eq!(bench.shard.waiting().faults, 3);
     for page in 20..26 {
         bench.answer(page as u8);
     }
-    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!(bench.shard.waiting().faults, 0);
     assert!(
         !bench.world().protected.contains(&23),
         "it is to be written"
@@ -155,7 +155,7 @@ fn who_asks_late_has_not_waited_since_the_fetch_began() {
     bench.world().clock_us = 500;
     bench.fault(23, READ);
     bench.world().clock_us = 530;
-    assert_eq!(bench.shard.waited_us(), 30);
+    assert_eq!(bench.shard.waiting().waited_us, 30);
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn lost_on_its_way_it_is_lost_for_who_asks_later() {
     assert_eq!(bench.state(24), State::Lost);
     assert_eq!(bench.shared.budget.used(), 0);
     bench.fault(24, READ);
-    assert_eq!(bench.shard.lost_waiters(), 3);
+    assert_eq!(bench.shard.waiting().for_lost, 3);
 }
 
 /// Pages 16 to 39 lie on the server but for 19, and eight are moved together.

@@ -99,7 +99,7 @@ fn a_slab_lost_while_its_clean_page_goes_loses_the_page() {
     bench.fault(7, READ);
     bench.end_run(run);
     assert_eq!((bench.state(7), bench.read(7)), (State::Lost, None));
-    assert_eq!(bench.shard.lost_waiters(), 1);
+    assert_eq!(bench.shard.waiting().for_lost, 1);
     assert_eq!(bench.shared.slots.kept(), 0);
 }
 

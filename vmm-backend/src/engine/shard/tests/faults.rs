@@ -103,17 +103,21 @@ fn time_waited_is_of_all_faults_and_of_those_that_still_wait() {
     // The same vCPU again: it waits no longer for that.
     bench.fault(7, READ);
     bench.world().clock_us = 150;
-    assert_eq!(bench.shard.waited_us(), 50 + 20);
+    assert_eq!(bench.shard.waiting().waited_us, 50 + 20);
     bench.answer(1);
     bench.world().clock_us = 1_000;
-    let still = bench.shard.waiting_faults();
-    assert_eq!(bench.shard.waited_us(), 50 + 20 + still * 850);
-    while bench.shard.waiting_faults() > 0 {
+    let still = bench.shard.waiting().faults;
+    assert_eq!(bench.shard.waiting().waited_us, 50 + 20 + still * 850);
+    while bench.shard.waiting().faults > 0 {
         bench.answer(1);
     }
-    let waited_us = bench.shard.waited_us();
+    let waited_us = bench.shard.waiting().waited_us;
     bench.world().clock_us = 9_000;
-    assert_eq!(bench.shard.waited_us(), waited_us, "nobody waits any more");
+    assert_eq!(
+        bench.shard.waiting().waited_us,
+        waited_us,
+        "nobody waits any more"
+    );
 }
 
 #[test]
@@ -181,7 +185,7 @@ fn bytes_that_do_not_match_are_read_once_more_and_then_lost() {
     bench.answer(2);
     assert_eq!(bench.state(7), State::Lost);
     assert_eq!(bench.read(7), None, "nothing wrong is given");
-    assert_eq!(bench.shard.lost_waiters(), 1);
+    assert_eq!(bench.shard.waiting().for_lost, 1);
     assert_eq!(bench.shared.budget.used(), 0);
     assert_eq!(bench.shared.stats.integrity_failures.get(), 1);
 }
@@ -272,7 +276,7 @@ fn a_server_that_does_not_know_the_slot_loses_the_page() {
         .shard
         .on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
     assert_eq!(bench.state(7), State::Lost);
-    assert_eq!(bench.shard.lost_waiters(), 1);
+    assert_eq!(bench.shard.waiting().for_lost, 1);
 }
 
 #[test]
@@ -285,7 +289,7 @@ fn a_lost_page_that_the_guest_gives_back_is_zero_again() {
     assert_eq!(bench.read(7), None);
     bench.remove(7);
     assert_eq!(bench.read(7), Some(vec![0; 4096]));
-    assert_eq!(bench.shard.lost_waiters(), 0);
+    assert_eq!(bench.shard.waiting().for_lost, 0);
 }
 
 #[test]
@@ -353,7 +357,7 @@ fn who_asks_for_a_lost_page_is_told_by_a_memory_error() {
     assert_eq!(bench.world().poisoned, BTreeSet::from([7]));
     assert!(bench.world().has_woken(7));
     assert_eq!((bench.state(7), bench.read(7)), (State::Lost, None));
-    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!(bench.shard.waiting().faults, 0);
     let stats = &bench.shared.stats;
     assert_eq!(
         (stats.poisoned_faults.get(), stats.lost_faults.get()),
@@ -366,10 +370,10 @@ fn a_memory_error_waits_for_mappings_to_settle() {
     let mut bench = lost_and_poisonable(7);
     bench.world().agains = 2;
     bench.fault(7, READ);
-    assert_eq!(bench.shard.waiting_faults(), 1);
+    assert_eq!(bench.shard.waiting().faults, 1);
     bench.shard.pump();
     assert_eq!(bench.world().poisoned, BTreeSet::from([7]));
-    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!(bench.shard.waiting().faults, 0);
 }
 
 #[test]
@@ -377,7 +381,7 @@ fn a_page_poisoned_by_a_former_process_is_poisoned_still() {
     let mut bench = lost_and_poisonable(7);
     bench.world().poisoned.insert(7);
     bench.fault(7, WRITE);
-    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!(bench.shard.waiting().faults, 0);
     assert_eq!((bench.state(7), bench.read(7)), (State::Lost, None));
 }
 

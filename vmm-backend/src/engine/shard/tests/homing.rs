@@ -69,7 +69,7 @@ fn a_fault_on_a_page_on_its_way_is_answered_by_it() {
     bench.answer(1);
     assert!(bench.world().has_woken(3));
     assert_eq!(bench.read(3), Some(bytes(1)));
-    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!(bench.shard.waiting().faults, 0);
 }
 
 #[test]

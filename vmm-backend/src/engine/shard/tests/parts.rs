@@ -157,10 +157,10 @@ fn whoever_waits_for_unplugged_memory_is_let_go() {
     bench.store_remotely(1, 10);
     bench.fault(1, READ);
     bench.shard.on_pin(PinId(1), &[run(1, 2)], false);
-    assert_eq!(bench.shard.waiting_faults(), 1);
+    assert_eq!(bench.shard.waiting().faults, 1);
     bench.shard.unplug(all());
     assert!(bench.world().has_woken(1));
-    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!(bench.shard.waiting().faults, 0);
     assert_eq!(bench.world().pins, [(PinId(1), Err(PinRefused::Unplugged))]);
     // The server's answer comes late.
     bench.answer(10);

@@ -89,7 +89,7 @@ fn a_pin_on_a_lost_page_is_refused_at_once() {
     bench.fault(7, READ);
     bench.shard.on_pin(PIN, &[run(7, 2)], false);
     assert_eq!(bench.world().pins, [(PIN, Err(PinRefused::Lost))]);
-    assert_eq!(bench.shard.lost_waiters(), 1, "the guest still waits");
+    assert_eq!(bench.shard.waiting().for_lost, 1, "the guest still waits");
 }
 
 #[test]

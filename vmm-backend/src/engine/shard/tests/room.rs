@@ -43,7 +43,7 @@ fn a_waiting_fault_whose_page_is_given_back_is_counted_no_longer() {
     let lost = bench.lose_slab();
     bench.shard.on_groups_lost(&lost);
     assert_eq!(bench.shared.budget.waiting(), 0);
-    assert_eq!(bench.shard.lost_waiters(), 1);
+    assert_eq!(bench.shard.waiting().for_lost, 1);
 }
 
 #[test]

@@ -92,10 +92,10 @@ fn memory_leaves_with_a_look_at_what_was_touched_and_whoever_waits() {
         bench.world().agains = u32::MAX;
         bench.shard.on_fault(PageIndex(MANY / 2), WRITE);
         bench.shard.on_pin(PinId(1), &[run(MANY / 2 + 9, 1)], true);
-        assert_eq!(bench.shard.waiting_faults(), 1);
+        assert_eq!(bench.shard.waiting().faults, 1);
         bench.shard.unplug(run(0, MANY));
     });
-    assert_eq!(bench.shard.waiting_faults(), 0);
+    assert_eq!(bench.shard.waiting().faults, 0);
     let refused = (PinId(1), Err(PinRefused::Unplugged));
     assert_eq!(bench.world().pins, [refused]);
     assert_eq!(bench.shard.next_unplugged(), Some(run(0, MANY)));
