@@ -179,6 +179,7 @@ impl<'a> Service<'a> {
 
     /// Carries out a write: what is in the buffer already is stored, the rest received in place.
     fn take_bytes(&mut self, id: u64, total: usize) -> Result<(), DataEnd> {
+        // Not of a disk, which is written here and there.
         self.pieces.iter().for_each(Piece::prepare);
         let here = total.min(self.end - self.start);
         slab::store(&self.pieces, &self.buffer[self.start..self.start + here]);

@@ -257,7 +257,7 @@ impl Piece {
     /// Prepares the range for being written.
     pub(crate) fn prepare(&self) {
         // Parts are whole pages wherever slabs are of a size that is worth it.
-        if self.slab.bytes.is_multiple_of(PARTS * PAGE_SIZE) && self.bytes > 0 {
+        if self.slab.bytes.is_multiple_of(PARTS * PAGE_SIZE) {
             self.slab.populate_parts(self.offset, self.bytes);
         }
     }

@@ -296,12 +296,13 @@ impl DemandReads {
             self.wire_received_bytes += conn.received_bytes();
         }
         // Ids are never used twice, so a late answer would be ignored; in order of their age.
-        let lost = self.in_flight.extract_if(|_, (of, _)| *of == server);
-        let mut lost: Vec<Fetch> = lost
-            .flat_map(|(_, (_, flight))| flight.fetches().collect::<Vec<_>>())
-            .collect();
-        let asked = self.ahead.extract_if(.., |(of, _)| *of == server);
-        lost.extend(asked.flat_map(|(_, group)| group.flight.fetches().collect::<Vec<_>>()));
+        let mut lost = Vec::new();
+        for (_, (_, flight)) in self.in_flight.extract_if(|_, (of, _)| *of == server) {
+            lost.extend(flight.fetches());
+        }
+        for (_, group) in self.ahead.extract_if(.., |(of, _)| *of == server) {
+            lost.extend(group.flight.fetches());
+        }
         lost.sort_unstable_by_key(|fetch| fetch.id);
         self.waiting.extend(lost);
     }
