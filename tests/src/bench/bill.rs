@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use outram_wire::control::Counters;
+use outram_wire::units::PageSize;
 use serde_json::Value;
 
 use super::usage::process_cpu;
@@ -92,13 +93,14 @@ impl Bill {
 
     /// What paging has cost since, by name: processor time for each GiB that came or left, how much of
     /// that there was, and bytes on the wire for each that was fetched or written back. Nothing where
-    /// nothing was paged.
-    pub fn paging_costs(&self, before: &Self) -> BTreeMap<String, f64> {
+    /// nothing was paged. The guests have pages of this size, which their backends count.
+    pub fn paging_costs(&self, before: &Self, size: PageSize) -> BTreeMap<String, f64> {
+        let each = size.bytes() / PAGE;
         let fetched = self.rise(before, |counters| {
-            counters.faults_remote + counters.fetched_ahead_pages
+            (counters.faults_remote + counters.fetched_ahead_pages) * each
         });
-        let evicted = self.rise(before, |counters| counters.evicted_pages);
-        let sent = self.rise(before, |counters| counters.writeback_pages);
+        let evicted = self.rise(before, |counters| counters.evicted_pages * each);
+        let sent = self.rise(before, |counters| counters.writeback_pages * each);
         if fetched + evicted == 0 {
             return BTreeMap::new();
         }
@@ -181,15 +183,20 @@ mod tests {
         let now = Instant::now();
         let before = bill(now, Duration::from_secs(1), 0);
         let mut after = bill(now, Duration::from_secs(3), 1 << 16);
-        assert!(before.paging_costs(&before).is_empty(), "nothing was paged");
+        assert!(
+            before.paging_costs(&before, PageSize::BASE).is_empty(),
+            "nothing was paged"
+        );
         for counters in &mut after.counters {
             counters.fetched_ahead_pages = 1 << 16;
             counters.wire_received_bytes = 5 << 28;
         }
-        let costs = after.paging_costs(&before);
+        let costs = after.paging_costs(&before, PageSize::BASE);
         // Of two guests, each 256 MiB evicted and as much fetched; the former crossed no wire.
         assert_eq!(costs["CPU of helper"], 4.0);
         assert_eq!(costs["rate"], f64::from(1 << 18) / 2.0);
         assert_eq!(costs[WIRE_PER_USEFUL], 5.0);
+        let costs = after.paging_costs(&before, PageSize::HUGE);
+        assert_eq!(costs["CPU of helper"], 4.0 / 512.0);
     }
 }

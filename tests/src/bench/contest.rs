@@ -7,18 +7,21 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use outram_wire::tuning::Tuning;
+use outram_wire::units::PageSize;
 
 use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, PARTLY_LOCAL, SWAPPED};
 use super::bill::{Bill, Meter, rise};
 use super::phase::{Run, Task};
 use super::replay::{self, Replay};
 use super::results::{Missing, Series};
-use super::session::{Session, Settings};
+use super::session::{self, Session, Settings};
 use super::workloads::{COMPUTE_NS, Entry, catalogue};
-use crate::small_lab::Guest;
+use crate::small_lab::{Guest, LEAST_HUGE};
 
 /// The memory that is ours.
 pub const OUTRAM: &str = "outram";
+/// ... and on huge pages.
+pub const HUGE_PAGES: &str = "outram huge pages";
 
 /// Extra work for each operation that key-value stores are also run with: the 10 µs that a server of them
 /// spends on a request over TCP, which the bare hash table leaves out.
@@ -162,9 +165,14 @@ impl<'a> Contest<'a> {
                 ours.extend(others.map(|(name, tuning)| (format!("{OUTRAM} {name}"), *tuning)));
             }
             for (memory, tuning) in ours {
-                let run = self.run_outram(task, local, tuning);
+                let run = self
+                    .small_pages(task, local, tuning)
+                    .and_then(|guest| self.run_outram(task, local, guest, PageSize::BASE));
                 let run = run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
                 self.note(&memory, entrant, mib << 20, local, run)?;
+            }
+            if self.session.settings.huge_pages {
+                self.run_on_huge_pages(entrant, local)?;
             }
             if local < 1.0 {
                 for memory in self.session.settings.baselines.clone() {
@@ -199,10 +207,37 @@ impl<'a> Contest<'a> {
         }
     }
 
-    fn run_outram(&self, task: &Task, local: f64, tuning: Tuning) -> Result<Run> {
-        let session = &*self.session;
-        let mut guest = session.guest(task.memory_mib()?, 1, task.limit_bytes(local)?)?;
+    fn small_pages(&self, task: &Task, local: f64, tuning: Tuning) -> Result<Guest> {
+        let (mib, limit) = (task.memory_mib()?, task.limit_bytes(local)?);
+        let guest = self.session.guest(mib, 1, limit)?;
         guest.set_tuning(tuning)?;
+        Ok(guest)
+    }
+
+    /// Where the machine has no pool of them, that is noted.
+    fn run_on_huge_pages(&mut self, entrant: &Entrant, local: f64) -> Result<()> {
+        let is_missing = |known: &Missing| known.what == session::HUGE_PAGES;
+        if self.session.results.missing.iter().any(is_missing) {
+            return Ok(());
+        }
+        let task = &entrant.task;
+        let (mib, limit) = (task.memory_mib()?, task.limit_bytes(local)?);
+        ensure!(
+            limit >= LEAST_HUGE,
+            "{limit} bytes of local memory are less than the least of a guest on huge pages, \
+             {LEAST_HUGE}: use more data, or none of them"
+        );
+        let Some(_pool) = self.session.huge_pages(mib)? else {
+            return Ok(());
+        };
+        let guest = self.session.huge_guest(mib, limit)?;
+        let run = self.run_outram(task, local, guest, PageSize::HUGE);
+        let run = run.with_context(|| format!("{HUGE_PAGES} at a local ratio of {local}"))?;
+        self.note(HUGE_PAGES, entrant, mib << 20, local, run)
+    }
+
+    fn run_outram(&self, task: &Task, local: f64, mut guest: Guest, size: PageSize) -> Result<Run> {
+        let session = &*self.session;
         let patience = session.settings.patience;
         let work = |guest: &mut Guest, phase: &str| -> Result<serde_json::Value> {
             let answer = task.command(&mut guest.vmm, phase, patience);
@@ -220,7 +255,7 @@ impl<'a> Contest<'a> {
             let mut run = work(&mut guest, "run")?;
             let after = bill()?.only(&before, &run);
             run["counters"] = serde_json::to_value(rise(&before.counters[0], &after.counters[0])?)?;
-            run["costs"] = serde_json::to_value(after.paging_costs(&before))?;
+            run["costs"] = serde_json::to_value(after.paging_costs(&before, size))?;
             run["remote_faults"] = serde_json::to_value(guest.status()?.latency.get("remote"))?;
             run["digest"] = work(&mut guest, "digest")?["digest"].take();
             Ok(run)

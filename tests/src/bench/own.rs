@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use outram_wire::control::Status;
+use outram_wire::units::PageSize;
 use serde_json::{Value, json};
 
 use super::bill::{Bill, Meter, WIRE_PER_USEFUL};
 use super::session::Session;
 use super::statistics::Latencies;
-use crate::small_lab::{Guest, LEAST, PAGE};
+use crate::small_lab::{Guest, LEAST, LEAST_HUGE, PAGE};
 
 /// What a helper's memory is to stay below: so much for each page, and so much beside that.
 const HELPER_BYTES_A_PAGE: u64 = 32;
@@ -19,6 +20,12 @@ const HELPER_BYTES: u64 = 64 << 20;
 pub const HELPER_ALLOWED: &str = "32 bytes a page + 64 MiB";
 /// Name of the figure that is the helper's memory by it.
 pub const HELPER_BY_ALLOWED: &str = "helper's memory ÷ (32 bytes a page + 64 MiB)";
+
+/// Name of a fault that 2 MiB come for.
+pub const HUGE_FAULT: &str = "remote fault of a huge page";
+
+/// Faults that are measured at a time beside a vCPU that reads in order.
+const BESIDE_FAULTS: u64 = 100;
 
 /// Pages that a vCPU holds on to while its guest shrinks.
 const HELD_PAGES: u64 = 256;
@@ -52,7 +59,7 @@ fn note(session: &mut Session, what: &str, before: &Bill, after: &Bill, pages: u
 /// after the other in the order of their addresses.
 pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
     let mib = session.settings.fault_mib;
-    let mut guest = session.guest(mib, 1, mib << 20)?;
+    let mut guest = session.guest(mib, 2, mib << 20)?;
     let pages = guest.pages();
     command(&mut guest, "fill", json!({"page": 0, "pages": pages}))?;
     let status = guest.status()?;
@@ -82,12 +89,21 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
 
     // With room for what comes, nothing has to leave meanwhile.
     guest.tune(mib << 20)?;
-    probe(session, &mut guest, round, "remote fault")?;
+    probe(session, &mut guest, round, "remote fault", PageSize::BASE)?;
     squeeze_and_settle(&guest)?;
-    probe(session, &mut guest, round, "remote fault at the limit")?;
+    probe(
+        session,
+        &mut guest,
+        round,
+        "remote fault at the limit",
+        PageSize::BASE,
+    )?;
     squeeze_and_settle(&guest)?;
     guest.tune(mib << 20)?;
     read_in_order(session, &mut guest)?;
+    squeeze_and_settle(&guest)?;
+    guest.tune(mib << 20)?;
+    probe_beside(session, &mut guest, round)?;
     guest.end(&[&session.server])
 }
 
@@ -106,7 +122,13 @@ fn squeeze_and_settle(guest: &Guest) -> Result<Status> {
 }
 
 /// One fault at a time, as the vCPU sees it.
-fn probe(session: &mut Session, guest: &mut Guest, round: usize, name: &str) -> Result<()> {
+fn probe(
+    session: &mut Session,
+    guest: &mut Guest,
+    round: usize,
+    name: &str,
+    size: PageSize,
+) -> Result<()> {
     let (count, pages) = (session.settings.faults, guest.pages());
     let before = bill(session, guest)?;
     let seed = session.settings.seed + round as u64;
@@ -115,13 +137,45 @@ fn probe(session: &mut Session, guest: &mut Guest, round: usize, name: &str) -> 
     let after = bill(session, guest)?.only(&before, &answer);
     let latencies = Latencies::from_json(&answer["latencies"])?;
     let remote = after.rise(&before, |counters| counters.faults_remote);
+    // Of few pages, more follow each other by chance, and were fetched ahead.
+    let least = if size.is_huge() { 75 } else { 95 };
     ensure!(
-        remote * 100 >= latencies.count() * 95,
+        remote * 100 >= latencies.count() * least,
         "of {} pages that were touched, {remote} came from the server",
         latencies.count()
     );
     session.note_latencies(name, &latencies);
-    note(session, name, &before, &after, latencies.count());
+    let moved = latencies.count() * (size.bytes() / PAGE);
+    note(session, name, &before, &after, moved);
+    Ok(())
+}
+
+/// Faults in one half of memory while another vCPU reads the other half in order, once.
+fn probe_beside(session: &mut Session, guest: &mut Guest, round: usize) -> Result<()> {
+    let half = guest.pages() / 2;
+    let reading = guest.send(1, "touch", json!({"page": half, "pages": half}))?;
+    let mut latencies = Latencies::default();
+    let began = Instant::now();
+    let mut read = None;
+    for seed in session.settings.seed + round as u64.. {
+        let order = json!({"page": 0, "pages": half, "count": BESIDE_FAULTS, "seed": seed});
+        let answer = command(guest, "probe", order)?;
+        // What was measured after its end was not beside it.
+        read = guest.vmm.poll(reading)?;
+        if read.is_some() {
+            break;
+        }
+        latencies.add(&Latencies::from_json(&answer["latencies"])?);
+        ensure!(began.elapsed() < PATIENCE, "{}", guest.log());
+    }
+    if latencies.count() > 0 {
+        session.note_latencies("remote fault beside reading in order", &latencies);
+    }
+    if let Some(us) = read.and_then(|read| read["us"].as_u64()) {
+        let rate = half as f64 * 1e6 / us as f64;
+        let name = "remote pages read in order beside faults";
+        session.results.note(name, "pages/s", rate);
+    }
     Ok(())
 }
 
@@ -134,6 +188,42 @@ fn read_in_order(session: &mut Session, guest: &mut Guest) -> Result<()> {
     let what = "remote pages read in order";
     note(session, what, &before, &after, pages - kept);
     Ok(())
+}
+
+/// Faults of a guest on huge pages that are stored remotely, at random and one after the other, and their
+/// eviction; nothing where the machine has no pool of them.
+pub fn measure_huge_faults(session: &mut Session, round: usize) -> Result<()> {
+    let away = session
+        .settings
+        .fault_mib
+        .next_multiple_of(PageSize::HUGE.bytes() >> 20);
+    let mib = away + (LEAST_HUGE >> 20);
+    let Some(_pool) = session.huge_pages(mib)? else {
+        return Ok(());
+    };
+    let mut guest = session.huge_guest(mib, mib << 20)?;
+    let pages = guest.pages();
+    command(&mut guest, "fill", json!({"page": 0, "pages": pages}))?;
+    let began = Instant::now();
+    guest.tune(LEAST_HUGE)?;
+    wait_for(&guest, |status| {
+        status.resident_bytes <= LEAST_HUGE && status.staged_bytes == 0
+    })?;
+    let evicted = (away << 20) / PAGE;
+    let rate = evicted as f64 / began.elapsed().as_secs_f64();
+    session
+        .results
+        .note("eviction of dirty huge pages: rate", "pages/s", rate);
+    guest.tune(mib << 20)?;
+    probe(session, &mut guest, round, HUGE_FAULT, PageSize::HUGE)?;
+    squeeze_and_settle(&guest)?;
+    guest.tune(mib << 20)?;
+    let before = bill(session, &guest)?;
+    command(&mut guest, "touch", json!({"page": 0, "pages": pages}))?;
+    let after = bill(session, &guest)?;
+    let what = "remote huge pages read in order";
+    note(session, what, &before, &after, evicted);
+    guest.end(&[&session.server])
 }
 
 /// A limit that falls, and what a vCPU notices that uses pages which stay.

@@ -155,6 +155,23 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
         of("wire, batched"),
         false,
     );
+    for (what, title) in [
+        (
+            "remote huge pages read in order: rate",
+            "remote huge pages read in order",
+        ),
+        (
+            "eviction of dirty huge pages: rate",
+            "eviction of dirty huge pages",
+        ),
+    ] {
+        push(
+            &format!("{title} ÷ pages over the wire, batched"),
+            of(what),
+            of("wire, batched"),
+            false,
+        );
+    }
     for what in BATCHES {
         push(
             &format!("{what} ÷ raw socket"),

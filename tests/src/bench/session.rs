@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use outram_wire::tuning::Tuning;
+use outram_wire::units::PageSize;
 
 use super::batches;
 use super::contest::Contest;
@@ -21,7 +22,10 @@ use super::results::{FORMAT, Results};
 use super::statistics::{Distribution, Latencies};
 use super::swap::Reserved;
 use super::targets;
+use crate::hermetic::command::run;
+use crate::hermetic::huge_pages::HugePages;
 use crate::hermetic::server::MemServer;
+use crate::hermetic::suite::Skipped;
 use crate::small_lab::{Guest, Lab, Wish};
 
 /// What is to be measured.
@@ -54,8 +58,12 @@ pub struct Settings {
     pub layout: Kind,
     /// Ways to move memory that Outram's guests have beside the usual one, and what they are called.
     pub tunings: Vec<(String, Tuning)>,
+    /// Whether workloads are also run in guests on huge pages.
+    pub huge_pages: bool,
     /// How much longer than this machine's a wire is, each way.
     pub delay: Duration,
+    /// Bits a second of the wire, as tc(8) takes them, where they are bounded.
+    pub rate: Option<String>,
     /// The [baselines](super::baseline) that are paged.
     pub baselines: Vec<String>,
     /// Where swap files go, and notes of other swap.
@@ -92,6 +100,9 @@ const FLOOR_FAULTS: usize = 2000;
 /// Default slabs of memory servers.
 pub const SLAB_BYTES: u64 = 64 << 20;
 
+/// What is missing where the machine has no pool of huge pages.
+pub const HUGE_PAGES: &str = "huge pages";
+
 /// A run under way.
 pub struct Session {
     /// What is to be measured.
@@ -120,6 +131,9 @@ impl Session {
         let layout = Layout::new(settings.layout)?;
         let machine = Machine::this(&layout);
         let lab = Lab::new(&program)?;
+        if let Some(rate) = &settings.rate {
+            bound_wire(rate).context("bounding the wire's rate (--rate)")?;
+        }
         let lent = format!("{lent_mib}MiB");
         let server = lab.server_of(SLAB_BYTES, &["--memory", &lent])?;
         layout::pin(server.pid(), &layout.server)?;
@@ -156,6 +170,7 @@ impl Session {
             self.measure_floors()?;
             batches::measure(&mut self)?;
             own::measure_faults(&mut self, round)?;
+            own::measure_huge_faults(&mut self, round)?;
             own::measure_tuning(&mut self)?;
             self.keep()?;
         }
@@ -231,12 +246,42 @@ impl Session {
 
     /// Starts a guest on its processors.
     pub fn guest(&self, ram_mib: u64, vcpus: usize, limit: u64) -> Result<Guest> {
-        let wish = Wish {
+        self.start(&Wish {
             ram_mib: &[ram_mib],
             vcpus,
             limit,
-            servers: &[&self.server_address],
             ..Wish::default()
+        })
+    }
+
+    /// So many MiB more in the machine's pool of huge pages; where that cannot be, notes why.
+    pub fn huge_pages(&mut self, mib: u64) -> Result<Option<HugePages>> {
+        match HugePages::add((mib << 20) / PageSize::HUGE.bytes()) {
+            Ok(pool) => Ok(Some(pool)),
+            Err(error) if error.is::<Skipped>() => {
+                self.say(&format!("without {HUGE_PAGES}: {error:#}"));
+                self.results.note_missing(HUGE_PAGES, &error);
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The same as [`Session::guest`], of one vCPU, on huge pages.
+    pub fn huge_guest(&self, ram_mib: u64, limit: u64) -> Result<Guest> {
+        self.start(&Wish {
+            ram_mib: &[ram_mib],
+            vcpus: 1,
+            limit,
+            huge: Some(false),
+            ..Wish::default()
+        })
+    }
+
+    fn start(&self, wish: &Wish<'_>) -> Result<Guest> {
+        let wish = Wish {
+            servers: &[&self.server_address],
+            ..*wish
         };
         let guest = Guest::start(&self.lab, &wish)?;
         layout::pin(guest.vmm.pid() as u32, &self.layout.vcpu)?;
@@ -260,6 +305,15 @@ impl Session {
         let reserved = Reserved::new(&self.settings.folder)?;
         Ok(self.swap.get_or_init(|| reserved))
     }
+}
+
+/// Has the sandbox's own network carry so many bits a second, both ways together; what is beyond waits in one
+/// queue. A packet of loopback's, the largest there is, is to fit into the bucket.
+fn bound_wire(rate: &str) -> Result<()> {
+    let bucket = ["qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate];
+    let queue = ["burst", "128k", "latency", "200ms"];
+    run("tc", &[&bucket[..], &queue[..]].concat())?;
+    Ok(())
 }
 
 /// Where a server is found by a wire that is so much longer than this machine's.

@@ -116,10 +116,18 @@ struct RunArguments {
     /// ... and with such shares of the limit for compressed pages, such as 0.25
     #[arg(long, value_delimiter = ',', value_name = "SHARE")]
     compressed_share: Vec<CompressedShare>,
+    /// Run workloads on Outram also in guests on huge pages, of which 64 MiB are local at least: with local
+    /// ratios of 0.5 and more that takes the 128 MiB of data of runs that are not quick
+    #[arg(long)]
+    huge_pages: bool,
     /// Microseconds by which the wire to the memory server is longer than this machine's, each way: a relay
     /// holds all that passes, some 60 µs longer than asked for
     #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
     delay: u64,
+    /// Bits a second that the wire to the memory server carries, both ways together, such as 1gbit or
+    /// 300mbit (as of tc(8)); what is beyond queues up [default: as many as this machine can]
+    #[arg(long)]
+    rate: Option<String>,
     /// Extra work for each operation of workloads that honour it ('bench list'), in rounds of some 4 ns:
     /// they are run with each of these, such as 0,250,2500 [default: 0, and 2500 also for kv-4k]
     #[arg(long, value_delimiter = ',', value_name = "ROUNDS")]
@@ -493,7 +501,9 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         patience: Duration::from_secs(arguments.common.patience),
         layout: arguments.layout,
         tunings: tunings(arguments),
+        huge_pages: arguments.huge_pages,
         delay: Duration::from_micros(arguments.delay),
+        rate: arguments.rate.clone(),
         baselines: arguments.baselines.clone(),
         folder: target().canonicalize()?,
         file: None,

@@ -14,11 +14,11 @@ use crate::bench::statistics::Latencies;
 use crate::bench::usage::ThreadUsage;
 use crate::split_mix::SplitMix;
 
-/// Reads a word each of at most `count` pages that are not in the memfd, in random order.
+/// Reads a word each of at most `count` pages that are not in the memfd, in random order; of huge pages one each.
 pub(super) fn absent(stretch: &Stretch, count: u64, seed: u64) -> Result<Value> {
     let mut pages = Vec::new();
     for (block, page, _) in stretch.state() {
-        if !block.has_page(page)? {
+        if page % block.discard_pages() == 0 && !block.has_page(page)? {
             pages.push((block, page));
         }
     }
