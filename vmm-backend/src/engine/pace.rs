@@ -54,13 +54,10 @@ impl Pace {
         depth.try_into().unwrap_or_default()
     }
 
-    /// Pages of this size that are fetched ahead of one stream at most; huge ones never are.
+    /// Pages of this size that are fetched ahead of one stream at most: one, where they are huge.
     pub(super) fn window(&self, size: PageSize) -> u32 {
         let bytes = u64::from(self.queue_depth().get()) * WINDOW_BYTES;
-        match size.is_huge() {
-            true => 0,
-            false => size.pages_in(bytes, 1) as u32,
-        }
+        size.pages_in(bytes, 1) as u32
     }
 
     /// So many threads evict what so many shards hand out.

@@ -137,6 +137,21 @@ impl Prefetch {
         }
     }
 
+    /// Notes that the guest waits for a page which is on its way. Where that is all of a window (a huge page, or
+    /// as many as are moved together), the next one is asked for by now: behind it, the wire would be idle until
+    /// it is in place. Of smaller pages dozens are on their way, and to ask for more amid them was no faster.
+    pub fn note_caught_up(&mut self, page: PageIndex) -> Noted {
+        let page = self.block_number(page);
+        let is_there = |stream: &Stream| stream.window == 1 && page == stream.last + stream.stride;
+        match self.streams.iter().position(is_there) {
+            Some(number) if self.most() == 1 => {
+                self.faults += 1;
+                self.go_on(number, page)
+            }
+            _ => Noted::default(),
+        }
+    }
+
     fn start(&mut self, page: i64) {
         let oldest = self.streams.iter_mut().min_by_key(|stream| stream.used);
         let Some(stream) = oldest else { return };
@@ -319,6 +334,30 @@ mod tests {
         assert_eq!(passed(20), [17, 18, 19]);
         assert_eq!(passed(22), [21]);
         assert_eq!(passed(100), [0; 0], "it is not known to have got there");
+    }
+
+    #[test]
+    fn windows_of_one_page_follow_each_other_while_the_guest_waits_for_them() {
+        let behind = |noted: Noted| {
+            let pages = noted.next.into_iter().flat_map(Window::pages);
+            pages.map(|page| page.0).collect::<Vec<_>>()
+        };
+        let mut prefetch = Prefetch::new(1, 1);
+        assert_eq!(behind(prefetch.note(PageIndex(10))), [0; 0]);
+        assert_eq!(behind(prefetch.note(PageIndex(11))), [12]);
+        assert_eq!(behind(prefetch.note_caught_up(PageIndex(12))), [13]);
+        assert_eq!(behind(prefetch.note_caught_up(PageIndex(13))), [14]);
+        assert_eq!(
+            behind(prefetch.note_caught_up(PageIndex(13))),
+            [0; 0],
+            "again"
+        );
+        assert_eq!(behind(prefetch.note_caught_up(PageIndex(40))), [0; 0]);
+        // Of several, the rest is on its way.
+        let mut prefetch = Prefetch::new(2, 1);
+        assert_eq!(behind(prefetch.note(PageIndex(10))), [0; 0]);
+        assert_eq!(behind(prefetch.note(PageIndex(11))), [12, 13]);
+        assert_eq!(behind(prefetch.note_caught_up(PageIndex(12))), [0; 0]);
     }
 
     #[test]

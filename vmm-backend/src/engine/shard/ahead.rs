@@ -10,7 +10,7 @@ use std::ops::ControlFlow;
 
 use super::*;
 use crate::engine::pace::block_of;
-use crate::engine::prefetch::Window;
+use crate::engine::prefetch::{Noted, Window};
 
 impl<P: Ports> Shard<P> {
     /// Asks for a page that somebody waits for, and for those that are likely to be wanted next.
@@ -27,6 +27,11 @@ impl<P: Ports> Shard<P> {
         let window = self.shared.pace.window(self.shared.page_size);
         self.prefetch.follow(window, granule);
         let noted = self.prefetch.note(page);
+        self.follow(page, noted);
+    }
+
+    /// Asks for what is moved together with a page, and for what is expected behind it.
+    pub(super) fn follow(&mut self, page: PageIndex, noted: Noted) {
         for used in noted.passed.into_iter().flat_map(Window::pages) {
             self.guesses.note_used(used, &self.shared.stats);
         }
@@ -37,6 +42,7 @@ impl<P: Ports> Shard<P> {
         let Some(part) = self.part_of(page) else {
             return;
         };
+        let granule = self.shared.pace.granule();
         let block = block_of(page, granule).pages();
         for next in block.filter(|next| part.contains(*next)) {
             if self.fetch_unasked(next, false).is_break() {

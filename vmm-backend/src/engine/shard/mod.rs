@@ -306,6 +306,10 @@ impl<P: Ports> Shard<P> {
                 // It was on its way before anybody waited.
                 pending.fault = Some(fault);
                 pending.since_us = self.ports.now_us();
+                if pending.ahead {
+                    let noted = self.prefetch.note_caught_up(page);
+                    self.follow(page, noted);
+                }
             }
             return;
         }

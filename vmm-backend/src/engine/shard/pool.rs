@@ -10,6 +10,10 @@ impl<P: Ports> Shard<P> {
     }
 
     pub(super) fn wait_for_pool(&mut self, page: PageIndex, pending: Pending) {
+        // No page of the guest's is given up for one that nobody waits for.
+        if pending.ahead && pending.is_idle() {
+            return self.give_up_ahead(page);
+        }
         self.shared.stats.stalls_pool.count();
         self.shared.budget.start_waiting_for_pool();
         self.waiting_for_pool.push(page);

@@ -38,6 +38,34 @@ fn what_comes_next_is_fetched_behind_what_is_waited_for() {
     assert_eq!(asked(&mut bench), [(26, false), (27, true)]);
 }
 
+#[test]
+fn the_next_window_is_asked_for_while_the_guest_waits_for_all_of_one() {
+    let mut bench = Bench::new();
+    bench.shared.pace.set_granule(8);
+    bench
+        .shared
+        .pace
+        .set_queue_depth("1".parse().expect("a depth"));
+    for page in 0..32 {
+        bench.store_remotely(page, page as u8);
+    }
+    let blocks = |bench: &mut Bench| {
+        let fetches = asked(bench).into_iter();
+        fetches.map(|(page, _)| page / 8).collect::<Vec<_>>()
+    };
+    bench.fault(0, READ);
+    bench.fault(8, READ);
+    assert_eq!(blocks(&mut bench), [[0; 8], [1; 8], [2; 8]].concat());
+    bench.fault(17, READ);
+    assert_eq!(blocks(&mut bench)[24..], [3; 8], "the guest waits for 17");
+    for page in 0..32 {
+        bench.answer(page);
+    }
+    for page in 0..32 {
+        assert_eq!(bench.read(page), Some(bytes(page as u8)));
+    }
+}
+
 /// The same where reads do not protect.
 fn in_a_row() -> Bench {
     let bench = under_way();
