@@ -19,6 +19,7 @@ use crate::tuning::of_share;
 pub(crate) const TESTS: &[crate::Test] = &[
     ("huge_pages_evicted_beside_reads_and_writes", eviction),
     ("huge_pages_taken_back_and_dropped_clean", clean_and_back),
+    ("huge_pages_read_in_order_are_fetched_ahead", in_order),
     ("huge_pages_discarded_without_a_word", discards),
     ("huge_pages_populated_at_the_start", populated),
     ("huge_pages_over_cut_connections", cuts),
@@ -169,6 +170,24 @@ fn clean_and_back(lab: &Lab) -> Result<()> {
     demand_sound(&guest.answer(back)?)?;
     guest.answer(fresh)?;
     guest.verify(0, filled + 4 * EACH)?;
+    guest.end(&[&server])
+}
+
+fn in_order(lab: &Lab) -> Result<()> {
+    let server = server(lab)?;
+    let (_pool, mut guest) = guest(lab, WHOLE, &server.address, false)?;
+    guest.fill(0, RAM_PAGES)?;
+    guest.squeeze()?;
+    let before = guest.settle()?.counters;
+    guest.tune(WHOLE)?;
+    guest.verify(0, RAM_PAGES)?;
+    let after = guest.status()?.counters;
+    let ahead = after.fetched_ahead_pages - before.fetched_ahead_pages;
+    let asked = after.faults_remote - before.faults_remote;
+    ensure!(
+        ahead >= RAM_HUGE / 4 && ahead <= RAM_HUGE,
+        "{ahead} pages ahead, {asked} faults"
+    );
     guest.end(&[&server])
 }
 

@@ -228,6 +228,23 @@ fn a_page_that_cannot_be_put_in_place_is_left_where_it_lies() {
 }
 
 #[test]
+fn no_page_of_the_hosts_is_waited_for_where_nobody_asked() {
+    let mut bench = under_way();
+    bench.answer(20);
+    bench.answer(21);
+    bench.world().pool_is_empty = true;
+    bench.answer(22);
+    assert_eq!(bench.shared.stats.stalls_pool.get(), 0);
+    assert_eq!(bench.shared.budget.used(), 5, "its room is given back");
+    // But somebody who asks for it waits.
+    bench.fault(22, READ);
+    assert!(bench.shard.waits_for_pool());
+    bench.world().pool_is_empty = false;
+    bench.shard.pump();
+    assert_eq!(bench.read(22), Some(bytes(22)));
+}
+
+#[test]
 fn one_whose_server_wants_its_slab_back_is_moved_after_all() {
     let mut bench = under_way();
     bench.answer(20);

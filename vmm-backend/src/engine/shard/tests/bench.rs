@@ -61,6 +61,8 @@ pub(super) struct Script {
     pub(super) staging: BTreeMap<u32, Vec<u8>>,
     /// How many more attempts to install or unprotect end with `Again`.
     pub(super) agains: u32,
+    /// Whether the host has no page for the guest.
+    pub(super) pool_is_empty: bool,
     pub(super) refuse_punch: bool,
     pub(super) fetches: Vec<Fetch>,
     pub(super) runs: Vec<Run>,
@@ -81,6 +83,9 @@ impl Script {
         }
         if self.memory.contains_key(&page.0) {
             return Install::Exists;
+        }
+        if self.pool_is_empty {
+            return Install::PoolEmpty;
         }
         self.memory.insert(page.0, bytes);
         self.poisoned.remove(&page.0);
@@ -309,6 +314,7 @@ impl Bench {
             poisoned: BTreeSet::new(),
             staging: BTreeMap::new(),
             agains: 0,
+            pool_is_empty: false,
             refuse_punch: false,
             fetches: Vec::new(),
             runs: Vec::new(),
