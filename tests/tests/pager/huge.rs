@@ -185,7 +185,7 @@ fn in_order(lab: &Lab) -> Result<()> {
     let ahead = after.fetched_ahead_pages - before.fetched_ahead_pages;
     let asked = after.faults_remote - before.faults_remote;
     ensure!(
-        ahead >= RAM_HUGE / 4 && ahead <= RAM_HUGE,
+        (RAM_HUGE / 4..=RAM_HUGE).contains(&ahead),
         "{ahead} pages ahead, {asked} faults"
     );
     guest.end(&[&server])
