@@ -1,4 +1,4 @@
-//! How well a workload could be paged at all: its [trace](super::trace), replayed by eviction
+//! How well a workload could be paged at all: its [trace], replayed by eviction
 //! [policies], and the time that follows from the best of them.
 //!
 //! Nobody fetches less than OPT, and no fault takes less than a userfault and a round trip of its page
