@@ -13,7 +13,7 @@ use outram_tests::bench::layout::{Kind, Layout};
 use outram_tests::bench::mix::play::{Place, Player, Rules, together};
 use outram_tests::bench::own::HUGE_FAULT;
 use outram_tests::bench::phase::{Run, Task};
-use outram_tests::bench::results::{Missing, Results};
+use outram_tests::bench::results::Results;
 use outram_tests::bench::session::HUGE_PAGES;
 use outram_tests::bench::targets::Verdict;
 use outram_tests::hermetic::command::wait_for;
@@ -72,8 +72,7 @@ fn every_row_is_there() -> Result<()> {
         HUGE_FAULT,
         "held page, tuning down",
     ] {
-        let is_missing = |missing: &Missing| missing.what == HUGE_PAGES;
-        if name == HUGE_FAULT && results.missing.iter().any(is_missing) {
+        if name == HUGE_FAULT && results.is_missing(HUGE_PAGES) {
             continue;
         }
         let found = results.distributions.get(name);

@@ -7,21 +7,18 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use outram_wire::tuning::Tuning;
-use outram_wire::units::PageSize;
 
 use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, PARTLY_LOCAL, SWAPPED};
 use super::bill::{Bill, Meter, rise};
 use super::phase::{Run, Task};
 use super::replay::{self, Replay};
-use super::results::{Missing, Series};
-use super::session::{self, Session, Settings};
+use super::results::Series;
+use super::session::{HUGE_PAGES, Session, Settings};
 use super::workloads::{COMPUTE_NS, Entry, catalogue};
 use crate::small_lab::{Guest, LEAST_HUGE};
 
 /// The memory that is ours.
 pub const OUTRAM: &str = "outram";
-/// ... and on huge pages.
-pub const HUGE_PAGES: &str = "outram huge pages";
 
 /// Extra work for each operation that key-value stores are also run with: the 10 µs that a server of them
 /// spends on a request over TCP, which the bare hash table leaves out.
@@ -85,6 +82,21 @@ fn entrants(settings: &Settings) -> Vec<Entrant> {
     wanted.flat_map(of).collect()
 }
 
+/// Demands that each guest on huge pages may have so little local memory: before hours of others' runs.
+fn demand_room_for_huge_pages(entrants: &[Entrant], local_ratios: &[f64]) -> Result<()> {
+    for Entrant { label, task } in entrants {
+        for &local in local_ratios {
+            let limit = task.limit_bytes(local)?;
+            ensure!(
+                limit >= LEAST_HUGE,
+                "{label} at a local ratio of {local}: {limit} bytes of local memory are less than the least of \
+                 a guest on huge pages, {LEAST_HUGE}: use more data, larger ratios, or no --huge-pages"
+            );
+        }
+    }
+    Ok(())
+}
+
 impl<'a> Contest<'a> {
     /// Of all workloads, or those that the settings name.
     pub fn new(session: &'a mut Session) -> Result<Self> {
@@ -99,6 +111,10 @@ impl<'a> Contest<'a> {
                 "a baseline is one of {PARTLY_LOCAL:?}, not '{memory}'"
             );
         }
+        let entrants = entrants(&session.settings);
+        if session.settings.huge_pages {
+            demand_room_for_huge_pages(&entrants, &session.settings.local_ratios)?;
+        }
         for memory in session.settings.baselines.clone() {
             if let Err(error) = baseline::try_out(session, &memory) {
                 session.say(&format!("without {memory}: {error:#}"));
@@ -106,7 +122,7 @@ impl<'a> Contest<'a> {
             }
         }
         Ok(Self {
-            entrants: entrants(&session.settings),
+            entrants,
             session,
             truths: BTreeMap::new(),
             replays: BTreeMap::new(),
@@ -167,7 +183,7 @@ impl<'a> Contest<'a> {
             for (memory, tuning) in ours {
                 let run = self
                     .small_pages(task, local, tuning)
-                    .and_then(|guest| self.run_outram(task, local, guest, PageSize::BASE));
+                    .and_then(|guest| self.run_outram(task, local, guest));
                 let run = run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
                 self.note(&memory, entrant, mib << 20, local, run)?;
             }
@@ -192,8 +208,8 @@ impl<'a> Contest<'a> {
         local: f64,
     ) -> Result<()> {
         let what = format!("{memory} at {local}: {}", entrant.label);
-        let is_missing = |known: &Missing| known.what == memory || known.what == what;
-        if self.session.results.missing.iter().any(is_missing) {
+        let results = &self.session.results;
+        if results.is_missing(memory) || results.is_missing(&what) {
             return Ok(());
         }
         match baseline::run(self.session, memory, &entrant.task, bytes, local) {
@@ -216,27 +232,19 @@ impl<'a> Contest<'a> {
 
     /// Where the machine has no pool of them, that is noted.
     fn run_on_huge_pages(&mut self, entrant: &Entrant, local: f64) -> Result<()> {
-        let is_missing = |known: &Missing| known.what == session::HUGE_PAGES;
-        if self.session.results.missing.iter().any(is_missing) {
-            return Ok(());
-        }
         let task = &entrant.task;
         let (mib, limit) = (task.memory_mib()?, task.limit_bytes(local)?);
-        ensure!(
-            limit >= LEAST_HUGE,
-            "{limit} bytes of local memory are less than the least of a guest on huge pages, \
-             {LEAST_HUGE}: use more data, or none of them"
-        );
         let Some(_pool) = self.session.huge_pages(mib)? else {
             return Ok(());
         };
         let guest = self.session.huge_guest(mib, limit)?;
-        let run = self.run_outram(task, local, guest, PageSize::HUGE);
-        let run = run.with_context(|| format!("{HUGE_PAGES} at a local ratio of {local}"))?;
-        self.note(HUGE_PAGES, entrant, mib << 20, local, run)
+        let run = self.run_outram(task, local, guest);
+        let memory = format!("{OUTRAM} {HUGE_PAGES}");
+        let run = run.with_context(|| format!("{memory} at a local ratio of {local}"))?;
+        self.note(&memory, entrant, mib << 20, local, run)
     }
 
-    fn run_outram(&self, task: &Task, local: f64, mut guest: Guest, size: PageSize) -> Result<Run> {
+    fn run_outram(&self, task: &Task, local: f64, mut guest: Guest) -> Result<Run> {
         let session = &*self.session;
         let patience = session.settings.patience;
         let work = |guest: &mut Guest, phase: &str| -> Result<serde_json::Value> {
@@ -255,7 +263,7 @@ impl<'a> Contest<'a> {
             let mut run = work(&mut guest, "run")?;
             let after = bill()?.only(&before, &run);
             run["counters"] = serde_json::to_value(rise(&before.counters[0], &after.counters[0])?)?;
-            run["costs"] = serde_json::to_value(after.paging_costs(&before, size))?;
+            run["costs"] = serde_json::to_value(after.paging_costs(&before, guest.page_size()))?;
             run["remote_faults"] = serde_json::to_value(guest.status()?.latency.get("remote"))?;
             run["digest"] = work(&mut guest, "digest")?["digest"].take();
             Ok(run)

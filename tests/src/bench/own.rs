@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::bill::{Bill, Meter, WIRE_PER_USEFUL};
 use super::session::Session;
 use super::statistics::Latencies;
-use crate::small_lab::{Guest, LEAST, LEAST_HUGE, PAGE};
+use crate::small_lab::{Guest, LEAST_HUGE, PAGE};
 
 /// What a helper's memory is to stay below: so much for each page, and so much beside that.
 const HELPER_BYTES_A_PAGE: u64 = 32;
@@ -77,34 +77,40 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
     session.results.note(HELPER_ALLOWED, "MiB", allowed_mib);
     let table = status.kernel_table_bytes as f64 / pages as f64;
     session.results.note("page table", "bytes/page", table);
-    let before = bill(session, &guest)?;
-    guest.tune(LEAST)?;
-    // Looked for more often than tests do, whose pauses would be a good part of what is measured.
-    wait_for(&guest, |status| {
-        status.resident_bytes <= LEAST && status.staged_bytes == 0
-    })?;
-    let after = bill(session, &guest)?;
-    let evicted = after.rise(&before, |counters| counters.writeback_pages);
-    note(session, "eviction of dirty pages", &before, &after, evicted);
+    evict(session, &guest, "eviction of dirty pages")?;
 
     // With room for what comes, nothing has to leave meanwhile.
     guest.tune(mib << 20)?;
-    probe(session, &mut guest, round, "remote fault", PageSize::BASE)?;
+    probe(session, &mut guest, round, "remote fault")?;
     squeeze_and_settle(&guest)?;
-    probe(
-        session,
-        &mut guest,
-        round,
-        "remote fault at the limit",
-        PageSize::BASE,
-    )?;
+    probe(session, &mut guest, round, "remote fault at the limit")?;
     squeeze_and_settle(&guest)?;
     guest.tune(mib << 20)?;
-    read_in_order(session, &mut guest)?;
+    read_in_order(session, &mut guest, "remote pages read in order")?;
     squeeze_and_settle(&guest)?;
     guest.tune(mib << 20)?;
     probe_beside(session, &mut guest, round)?;
     guest.end(&[&session.server])
+}
+
+/// All pages that may leave, at once.
+fn evict(session: &mut Session, guest: &Guest, what: &str) -> Result<()> {
+    let least = guest.least();
+    let before = bill(session, guest)?;
+    guest.tune(least)?;
+    // Looked for more often than tests do, whose pauses would be a good part of what is measured.
+    wait_for(guest, |status| {
+        status.resident_bytes <= least && status.staged_bytes == 0
+    })?;
+    let after = bill(session, guest)?;
+    let evicted = after.rise(&before, |counters| counters.writeback_pages);
+    note(session, what, &before, &after, base_pages(guest, evicted));
+    Ok(())
+}
+
+/// Base pages that so many of the guest's are, which its backend counts.
+fn base_pages(guest: &Guest, count: u64) -> u64 {
+    count * (guest.page_size().bytes() / PAGE)
 }
 
 fn wait_for(guest: &Guest, wanted: impl Fn(&Status) -> bool) -> Result<()> {
@@ -122,13 +128,7 @@ fn squeeze_and_settle(guest: &Guest) -> Result<Status> {
 }
 
 /// One fault at a time, as the vCPU sees it.
-fn probe(
-    session: &mut Session,
-    guest: &mut Guest,
-    round: usize,
-    name: &str,
-    size: PageSize,
-) -> Result<()> {
+fn probe(session: &mut Session, guest: &mut Guest, round: usize, name: &str) -> Result<()> {
     let (count, pages) = (session.settings.faults, guest.pages());
     let before = bill(session, guest)?;
     let seed = session.settings.seed + round as u64;
@@ -138,14 +138,14 @@ fn probe(
     let latencies = Latencies::from_json(&answer["latencies"])?;
     let remote = after.rise(&before, |counters| counters.faults_remote);
     // Of few pages, more follow each other by chance, and were fetched ahead.
-    let least = if size.is_huge() { 75 } else { 95 };
+    let least = if guest.page_size().is_huge() { 75 } else { 95 };
     ensure!(
         remote * 100 >= latencies.count() * least,
         "of {} pages that were touched, {remote} came from the server",
         latencies.count()
     );
     session.note_latencies(name, &latencies);
-    let moved = latencies.count() * (size.bytes() / PAGE);
+    let moved = base_pages(guest, latencies.count());
     note(session, name, &before, &after, moved);
     Ok(())
 }
@@ -155,37 +155,35 @@ fn probe_beside(session: &mut Session, guest: &mut Guest, round: usize) -> Resul
     let half = guest.pages() / 2;
     let reading = guest.send(1, "touch", json!({"page": half, "pages": half}))?;
     let mut latencies = Latencies::default();
+    let mut seed = session.settings.seed + round as u64;
     let began = Instant::now();
-    let mut read = None;
-    for seed in session.settings.seed + round as u64.. {
+    let read = loop {
         let order = json!({"page": 0, "pages": half, "count": BESIDE_FAULTS, "seed": seed});
         let answer = command(guest, "probe", order)?;
         // What was measured after its end was not beside it.
-        read = guest.vmm.poll(reading)?;
-        if read.is_some() {
-            break;
+        if let Some(read) = guest.vmm.poll(reading)? {
+            break read;
         }
         latencies.add(&Latencies::from_json(&answer["latencies"])?);
+        seed += 1;
         ensure!(began.elapsed() < PATIENCE, "{}", guest.log());
-    }
+    };
     if latencies.count() > 0 {
         session.note_latencies("remote fault beside reading in order", &latencies);
     }
-    if let Some(us) = read.and_then(|read| read["us"].as_u64()) {
-        let rate = half as f64 * 1e6 / us as f64;
-        let name = "remote pages read in order beside faults";
-        session.results.note(name, "pages/s", rate);
-    }
+    let us = read["us"].as_u64().unwrap_or_default().max(1);
+    let rate = half as f64 * 1e6 / us as f64;
+    let name = "remote pages read in order beside faults";
+    session.results.note(name, "pages/s", rate);
     Ok(())
 }
 
-fn read_in_order(session: &mut Session, guest: &mut Guest) -> Result<()> {
+fn read_in_order(session: &mut Session, guest: &mut Guest, what: &str) -> Result<()> {
     let pages = guest.pages();
     let before = bill(session, guest)?;
     command(guest, "touch", json!({"page": 0, "pages": pages}))?;
     let after = bill(session, guest)?;
-    let kept = LEAST / PAGE;
-    let what = "remote pages read in order";
+    let kept = guest.least() / PAGE;
     note(session, what, &before, &after, pages - kept);
     Ok(())
 }
@@ -204,25 +202,12 @@ pub fn measure_huge_faults(session: &mut Session, round: usize) -> Result<()> {
     let mut guest = session.huge_guest(mib, mib << 20)?;
     let pages = guest.pages();
     command(&mut guest, "fill", json!({"page": 0, "pages": pages}))?;
-    let began = Instant::now();
-    guest.tune(LEAST_HUGE)?;
-    wait_for(&guest, |status| {
-        status.resident_bytes <= LEAST_HUGE && status.staged_bytes == 0
-    })?;
-    let evicted = (away << 20) / PAGE;
-    let rate = evicted as f64 / began.elapsed().as_secs_f64();
-    session
-        .results
-        .note("eviction of dirty huge pages: rate", "pages/s", rate);
+    evict(session, &guest, "eviction of dirty huge pages")?;
     guest.tune(mib << 20)?;
-    probe(session, &mut guest, round, HUGE_FAULT, PageSize::HUGE)?;
+    probe(session, &mut guest, round, HUGE_FAULT)?;
     squeeze_and_settle(&guest)?;
     guest.tune(mib << 20)?;
-    let before = bill(session, &guest)?;
-    command(&mut guest, "touch", json!({"page": 0, "pages": pages}))?;
-    let after = bill(session, &guest)?;
-    let what = "remote huge pages read in order";
-    note(session, what, &before, &after, evicted);
+    read_in_order(session, &mut guest, "remote huge pages read in order")?;
     guest.end(&[&session.server])
 }
 

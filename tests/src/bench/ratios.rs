@@ -149,25 +149,14 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
         of("uffd round trip, sleeping p50"),
         true,
     );
-    push(
-        "remote pages read in order ÷ pages over the wire, batched",
-        of("remote pages read in order: rate"),
-        of("wire, batched"),
-        false,
-    );
-    for (what, title) in [
-        (
-            "remote huge pages read in order: rate",
-            "remote huge pages read in order",
-        ),
-        (
-            "eviction of dirty huge pages: rate",
-            "eviction of dirty huge pages",
-        ),
+    for what in [
+        "remote pages read in order",
+        "remote huge pages read in order",
+        "eviction of dirty huge pages",
     ] {
         push(
-            &format!("{title} ÷ pages over the wire, batched"),
-            of(what),
+            &format!("{what} ÷ pages over the wire, batched"),
+            of(&format!("{what}: rate")),
             of("wire, batched"),
             false,
         );

@@ -138,9 +138,14 @@ impl Results {
         }
     }
 
+    /// Whether something was found not to be had here.
+    pub fn is_missing(&self, what: &str) -> bool {
+        self.missing.iter().any(|known| known.what == what)
+    }
+
     /// Notes that something cannot be had here.
     pub fn note_missing(&mut self, what: &str, reason: &anyhow::Error) {
-        if self.missing.iter().all(|known| known.what != what) {
+        if !self.is_missing(what) {
             self.missing.push(Missing {
                 what: what.to_owned(),
                 reason: format!("{reason:#}"),

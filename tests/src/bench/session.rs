@@ -254,8 +254,11 @@ impl Session {
         })
     }
 
-    /// So many MiB more in the machine's pool of huge pages; where that cannot be, notes why.
+    /// So many MiB more in the machine's pool of huge pages; where that cannot be, notes why, and asks no more.
     pub fn huge_pages(&mut self, mib: u64) -> Result<Option<HugePages>> {
+        if self.results.is_missing(HUGE_PAGES) {
+            return Ok(None);
+        }
         match HugePages::add((mib << 20) / PageSize::HUGE.bytes()) {
             Ok(pool) => Ok(Some(pool)),
             Err(error) if error.is::<Skipped>() => {

@@ -13,7 +13,7 @@ use outram_wire::granularity::Granularity;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::tuning::Tuning;
-use outram_wire::units::Limit;
+use outram_wire::units::{Limit, PageSize};
 use serde_json::{Value, json};
 
 use super::backend::{spawn_backend, start_backend, tail};
@@ -85,6 +85,10 @@ impl Wish<'_> {
         let blocks = self.ram_mib.iter().map(|mib| format!("{mib}M{kind}"));
         (blocks.collect(), page_size)
     }
+
+    fn page_size(&self) -> PageSize {
+        self.huge.map_or(PageSize::BASE, |_| PageSize::HUGE)
+    }
 }
 
 /// A guest with its backend. Both are ended when dropped.
@@ -96,7 +100,7 @@ pub struct Guest {
     pub dir: PathBuf,
     log: PathBuf,
     uuid: String,
-    least: u64,
+    page_size: PageSize,
     pages: u64,
 }
 
@@ -144,7 +148,7 @@ impl Guest {
             dir: lab.path("outram").join(&uuid),
             log,
             uuid,
-            least: wish.huge.map_or(LEAST, |_| LEAST_HUGE),
+            page_size: wish.page_size(),
             pages: (wish.ram_mib.iter().sum::<u64>() << 20) / PAGE,
         };
         let connected = guest.vmm.wait_connected().map(drop);
@@ -183,7 +187,7 @@ impl Guest {
             dir: lab.path("outram").join(&uuid),
             log,
             uuid,
-            least: wish.huge.map_or(LEAST, |_| LEAST_HUGE),
+            page_size: wish.page_size(),
             pages: (wish.ram_mib.iter().sum::<u64>() << 20) / PAGE,
         })
     }
@@ -326,9 +330,22 @@ impl Guest {
         .with_context(|| format!("{last:#?}\n{}", self.log()))
     }
 
+    /// Size of its pages in the kernel.
+    pub fn page_size(&self) -> PageSize {
+        self.page_size
+    }
+
+    /// The smallest limit that it may have.
+    pub fn least(&self) -> u64 {
+        match self.page_size.is_huge() {
+            true => LEAST_HUGE,
+            false => LEAST,
+        }
+    }
+
     /// Tunes down to the least, and waits until it is reached by our count and the kernel's.
     pub fn squeeze(&self) -> Result<Status> {
-        let least = self.least;
+        let least = self.least();
         self.tune(least)?;
         self.wait_status("the limit to be reached", |status| {
             let kernel = status.kernel_memfd_bytes + status.kernel_staging_bytes;

@@ -138,18 +138,17 @@ impl Prefetch {
     }
 
     /// Notes that the guest waits for a page which is on its way. Where that is all of a window (a huge page, or
-    /// as many as are moved together), the next one is asked for by now: behind it, the wire would be idle until
-    /// it is in place. Of smaller pages dozens are on their way, and to ask for more amid them was no faster.
-    pub fn note_caught_up(&mut self, page: PageIndex) -> Noted {
+    /// as many as are moved together), the next one is to be asked for by now: behind it, the wire would be idle
+    /// until it is in place. Of smaller pages dozens are on their way, and to ask for more amid them was no faster.
+    pub fn note_caught_up(&mut self, page: PageIndex) -> Option<Noted> {
+        if self.most() != 1 {
+            return None;
+        }
         let page = self.block_number(page);
         let is_there = |stream: &Stream| stream.window == 1 && page == stream.last + stream.stride;
-        match self.streams.iter().position(is_there) {
-            Some(number) if self.most() == 1 => {
-                self.faults += 1;
-                self.go_on(number, page)
-            }
-            _ => Noted::default(),
-        }
+        let number = self.streams.iter().position(is_there)?;
+        self.faults += 1;
+        Some(self.go_on(number, page))
     }
 
     fn start(&mut self, page: i64) {
@@ -338,13 +337,16 @@ mod tests {
 
     #[test]
     fn windows_of_one_page_follow_each_other_while_the_guest_waits_for_them() {
-        let behind = |noted: Noted| {
-            let pages = noted.next.into_iter().flat_map(Window::pages);
+        let behind = |noted: Option<Noted>| {
+            let pages = noted
+                .and_then(|noted| noted.next)
+                .into_iter()
+                .flat_map(Window::pages);
             pages.map(|page| page.0).collect::<Vec<_>>()
         };
         let mut prefetch = Prefetch::new(1, 1);
-        assert_eq!(behind(prefetch.note(PageIndex(10))), [0; 0]);
-        assert_eq!(behind(prefetch.note(PageIndex(11))), [12]);
+        assert_eq!(behind(Some(prefetch.note(PageIndex(10)))), [0; 0]);
+        assert_eq!(behind(Some(prefetch.note(PageIndex(11)))), [12]);
         assert_eq!(behind(prefetch.note_caught_up(PageIndex(12))), [13]);
         assert_eq!(behind(prefetch.note_caught_up(PageIndex(13))), [14]);
         assert_eq!(
@@ -355,8 +357,8 @@ mod tests {
         assert_eq!(behind(prefetch.note_caught_up(PageIndex(40))), [0; 0]);
         // Of several, the rest is on its way.
         let mut prefetch = Prefetch::new(2, 1);
-        assert_eq!(behind(prefetch.note(PageIndex(10))), [0; 0]);
-        assert_eq!(behind(prefetch.note(PageIndex(11))), [12, 13]);
+        assert_eq!(behind(Some(prefetch.note(PageIndex(10)))), [0; 0]);
+        assert_eq!(behind(Some(prefetch.note(PageIndex(11)))), [12, 13]);
         assert_eq!(behind(prefetch.note_caught_up(PageIndex(12))), [0; 0]);
     }
 

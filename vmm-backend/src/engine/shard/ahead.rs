@@ -27,11 +27,18 @@ impl<P: Ports> Shard<P> {
         let window = self.shared.pace.window(self.shared.page_size);
         self.prefetch.follow(window, granule);
         let noted = self.prefetch.note(page);
-        self.follow(page, noted);
+        self.follow(page, granule, noted);
+    }
+
+    /// Asks for what comes behind a page that the guest has begun to wait for while it was on its way.
+    pub(super) fn catch_up(&mut self, page: PageIndex) {
+        if let Some(noted) = self.prefetch.note_caught_up(page) {
+            self.follow(page, self.shared.pace.granule(), noted);
+        }
     }
 
     /// Asks for what is moved together with a page, and for what is expected behind it.
-    pub(super) fn follow(&mut self, page: PageIndex, noted: Noted) {
+    fn follow(&mut self, page: PageIndex, granule: u32, noted: Noted) {
         for used in noted.passed.into_iter().flat_map(Window::pages) {
             self.guesses.note_used(used, &self.shared.stats);
         }
@@ -42,7 +49,6 @@ impl<P: Ports> Shard<P> {
         let Some(part) = self.part_of(page) else {
             return;
         };
-        let granule = self.shared.pace.granule();
         let block = block_of(page, granule).pages();
         for next in block.filter(|next| part.contains(*next)) {
             if self.fetch_unasked(next, false).is_break() {

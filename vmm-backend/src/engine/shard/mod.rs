@@ -130,6 +130,11 @@ impl Pending {
         self.fault.is_none() && self.pins.is_empty()
     }
 
+    /// It was fetched ahead, and nobody has asked for it since.
+    fn is_unasked(&self) -> bool {
+        self.ahead && self.is_idle()
+    }
+
     fn wants_write(&self) -> bool {
         !self.pins.is_empty()
             || self
@@ -307,8 +312,7 @@ impl<P: Ports> Shard<P> {
                 pending.fault = Some(fault);
                 pending.since_us = self.ports.now_us();
                 if pending.ahead {
-                    let noted = self.prefetch.note_caught_up(page);
-                    self.follow(page, noted);
+                    self.catch_up(page);
                 }
             }
             return;
@@ -506,7 +510,7 @@ impl<P: Ports> Shard<P> {
 
     /// Gives a page to those who wait for it, or says what they wait for.
     fn resolve(&mut self, page: PageIndex, mut pending: Pending) {
-        if pending.ahead && pending.is_idle() {
+        if pending.is_unasked() {
             return self.give_up_ahead(page);
         }
         let entry = self.shared.table.load(page);
@@ -778,7 +782,7 @@ impl<P: Ports> Shard<P> {
         };
         let id = FetchId(self.next_fetch);
         self.next_fetch += 1;
-        let ahead = pending.ahead && pending.is_idle();
+        let ahead = pending.is_unasked();
         self.wait_for(page, Wait::Fetch { id, attempt }, pending);
         let fetch = Fetch {
             id,

@@ -11,7 +11,7 @@ impl<P: Ports> Shard<P> {
 
     pub(super) fn wait_for_pool(&mut self, page: PageIndex, pending: Pending) {
         // No page of the guest's is given up for one that nobody waits for.
-        if pending.ahead && pending.is_idle() {
+        if pending.is_unasked() {
             return self.give_up_ahead(page);
         }
         self.shared.stats.stalls_pool.count();
