@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use outram_backend::engine::budget::Budget;
-use outram_backend::engine::policy::{Arrival, Policy, TwoQueues};
+use outram_backend::engine::policy::{Arrival, Policy, ThreeQueues};
 use outram_backend::engine::slots::{SlabRef, SlotPool};
 use outram_backend::engine::staging::{Spare, StagingPool, Ticket};
 use outram_backend::engine::{Generation, PageIndex, PageRun, PageSize, SlotId};
@@ -461,7 +461,7 @@ proptest! {
     ) {
         const FIRST: u32 = 1000;
         let range = PageRun { first: PageIndex(FIRST), count: 64 };
-        let mut policy = TwoQueues::new(range, std::sync::Arc::default());
+        let mut policy = ThreeQueues::new(range, std::sync::Arc::default());
         let mut there = HashSet::new();
         for op in ops {
             match op {
@@ -476,7 +476,10 @@ proptest! {
                 }
                 PolicyOp::Choose(most, granule, may) => {
                     let may_go = |page: PageIndex| may >> (page.0 - FIRST) & 1 == 1;
-                    match policy.choose(most, granule, &mut |page| may_go(page)) {
+                    let due = policy.due();
+                    prop_assert_eq!(due.is_none(), there.is_empty());
+                    let Some(due) = due else { continue };
+                    match policy.choose(due, most, granule, &mut |page| may_go(page)) {
                         Some(run) => {
                             prop_assert!(run.count >= 1 && run.count <= most);
                             for page in run.pages() {

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use outram_backend::engine::budget::Budget;
 use outram_backend::engine::eviction::RUN_BYTES;
-use outram_backend::engine::policy::{Arrival, Policy, TwoQueues};
+use outram_backend::engine::policy::{Arrival, Policy, ThreeQueues};
 use outram_backend::engine::{PageIndex, PageRun, PageSize};
 use outram_backend::pager::Sizes;
 
@@ -241,7 +241,7 @@ enum Place {
 /// The pager's own policy and budget, in one shard.
 pub(super) struct Outram {
     pub(super) foresight: Foresight,
-    policy: TwoQueues,
+    policy: ThreeQueues,
     budget: Budget,
     staging: u64,
     run_pages: u64,
@@ -269,7 +269,7 @@ impl Outram {
         let sizes = Sizes::of(bytes(limit), bytes(trace.pages), size);
         Self {
             foresight,
-            policy: TwoQueues::new(range, Arc::default()),
+            policy: ThreeQueues::new(range, Arc::default()),
             budget: Budget::new(sizes.budget_pages, size),
             staging: sizes.staging_pages.into(),
             run_pages: size.pages_in(RUN_BYTES, 1),
@@ -333,9 +333,9 @@ impl Outram {
             if most == 0 {
                 return;
             }
-            let Some(run) = self.policy.choose(most, 1, &mut |_| true) else {
-                return;
-            };
+            let due = self.policy.due();
+            let run = due.and_then(|due| self.policy.choose(due, most, 1, &mut |_| true));
+            let Some(run) = run else { return };
             for page in run.pages() {
                 self.places[page.0 as usize] = Place::Staged;
             }

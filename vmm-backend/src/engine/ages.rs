@@ -6,47 +6,20 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, Weak};
 
-/// Numbers the arrivals of pages in all shards. Numbers are even, and not below [`Clock::FIRST`];
-/// they wrap.
-#[derive(Debug)]
-pub struct Clock(AtomicU32);
-
-impl Clock {
-    /// The first number.
-    pub const FIRST: u32 = 2;
-
-    /// The number of an arrival.
-    pub(super) fn tick(&self) -> u32 {
-        match self.0.fetch_add(Self::FIRST, Ordering::Relaxed) {
-            0 => self.tick(),
-            number => number,
-        }
-    }
-
-    /// The number of the next arrival, or thereabouts.
-    pub(super) fn now(&self) -> u32 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl Default for Clock {
-    fn default() -> Self {
-        Self(AtomicU32::new(Self::FIRST))
-    }
-}
+use super::policy::{Kind, Returns};
 
 /// What other shards see of one.
 #[derive(Debug, Default)]
 pub struct ShardAge {
-    /// Number of the arrival of the page that it would evict next; 0 where there is none.
-    oldest: AtomicU32,
+    /// By kind, the number of the arrival of the page that it would evict next; 0 where there is none.
+    oldest: [AtomicU32; Kind::ALL.len()],
     /// It was asked to evict, and has not looked since.
     is_asked: AtomicBool,
 }
 
 impl ShardAge {
-    pub(super) fn publish(&self, oldest: Option<u32>) {
-        self.oldest.store(oldest.unwrap_or(0), Ordering::SeqCst);
+    pub(super) fn publish(&self, kind: Kind, oldest: Option<u32>) {
+        self.oldest[kind.index()].store(oldest.unwrap_or(0), Ordering::SeqCst);
     }
 
     /// Notes that somebody wants it to evict; whether nobody has since it looked last.
@@ -63,14 +36,14 @@ impl ShardAge {
 /// The ages of all shards; shared by them.
 #[derive(Debug, Default)]
 pub struct Ages {
-    clock: Arc<Clock>,
+    returns: Arc<Returns>,
     shards: RwLock<Vec<Weak<ShardAge>>>,
 }
 
 impl Ages {
-    /// What numbers arrivals.
-    pub fn clock(&self) -> Arc<Clock> {
-        Arc::clone(&self.clock)
+    /// What numbers arrivals, and says which kind of page is to go.
+    pub fn returns(&self) -> Arc<Returns> {
+        Arc::clone(&self.returns)
     }
 
     /// One more shard, until that is dropped.
@@ -83,12 +56,12 @@ impl Ages {
         age
     }
 
-    /// The shard whose pages are the oldest, where those of `shard` are so much younger that they should
+    /// The shard whose pages of a kind are the oldest, where those of `shard` are so much younger that they should
     /// not go yet: where the ages are about the same, the shard that needs room makes it by itself,
     /// which costs no message.
-    pub(super) fn elder(&self, shard: &ShardAge) -> Option<Arc<ShardAge>> {
-        let now = self.clock.now();
-        let age = |shard: &ShardAge| match shard.oldest.load(Ordering::SeqCst) {
+    pub(super) fn elder(&self, shard: &ShardAge, kind: Kind) -> Option<Arc<ShardAge>> {
+        let now = self.returns.now();
+        let age = |shard: &ShardAge| match shard.oldest[kind.index()].load(Ordering::SeqCst) {
             0 => 0,
             oldest => u64::from(now.wrapping_sub(oldest)),
         };

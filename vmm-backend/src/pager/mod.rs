@@ -45,7 +45,7 @@ use crate::crash_points::{self, Point};
 use crate::engine::ages::Ages;
 use crate::engine::compressed::CompressedPool;
 use crate::engine::pace::Pace;
-use crate::engine::policy::TwoQueues;
+use crate::engine::policy::ThreeQueues;
 use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
 use crate::engine::shard::Shard;
 use crate::engine::slots::SlabRef;
@@ -604,7 +604,7 @@ impl Parts<'_> {
             epoch: Instant::now(),
         };
         let range = self.held.ram.ranges()[number];
-        let policy = Box::new(TwoQueues::new(range, shared.ages.clock()));
+        let policy = Box::new(ThreeQueues::new(range, shared.ages.returns()));
         let gauges = Arc::<ShardGauges>::default();
         let mut thread = ShardThread {
             shard: Shard::new(range, Arc::clone(&shared), ports, policy),

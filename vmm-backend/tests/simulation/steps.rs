@@ -11,7 +11,7 @@ use outram_backend::engine::ages::Ages;
 use outram_backend::engine::budget::Budget;
 use outram_backend::engine::compressed::CompressedPool;
 use outram_backend::engine::pace::Pace;
-use outram_backend::engine::policy::TwoQueues;
+use outram_backend::engine::policy::ThreeQueues;
 use outram_backend::engine::seal::PageKey;
 use outram_backend::engine::shard::{FetchFailed, Shard};
 use outram_backend::engine::slots::SlotPool;
@@ -132,7 +132,7 @@ pub(crate) fn shards(world: &Rc<RefCell<World>>, shared: &SharedRef) -> Vec<Shar
             shard: number,
             world: Rc::clone(world),
         };
-        let policy = Box::new(TwoQueues::new(range, shared.ages.clock()));
+        let policy = Box::new(ThreeQueues::new(range, shared.ages.returns()));
         Shard::new(range, Arc::clone(shared), ports, policy)
     });
     shards.collect()

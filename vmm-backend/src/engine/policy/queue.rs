@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 
 use super::super::PageIndex;
+use super::Returns;
 
 /// Pages in a piece at most: 24 KiB.
 const PIECE: usize = 4096;
@@ -18,21 +19,20 @@ struct Piece {
     /// The first one's arrival.
     first: u32,
     pages: Vec<u32>,
-    /// Per page, half of how much later it arrived than the first: of two arrivals in one queue the difference
-    /// is even.
+    /// Per page, how many arrivals later than the first it came: numbers of one queue are whole steps apart.
     later: Vec<u16>,
 }
 
 impl Piece {
     fn get(&self, place: usize) -> Option<(PageIndex, u32)> {
         let page = *self.pages.get(place)?;
-        let later = 2 * u32::from(self.later[place]);
+        let later = Returns::STEP * u32::from(self.later[place]);
         Some((PageIndex(page), self.first.wrapping_add(later)))
     }
 
     /// Adds a page, if there is room for it.
     fn push(&mut self, page: PageIndex, arrival: u32) -> bool {
-        let later = u16::try_from(arrival.wrapping_sub(self.first) / 2);
+        let later = u16::try_from(arrival.wrapping_sub(self.first) / Returns::STEP);
         let Ok(later) = later else { return false };
         let has_room = self.pages.len() < PIECE;
         if has_room {
@@ -45,7 +45,9 @@ impl Piece {
     /// Whether there is room for all of the next piece.
     fn has_room_for(&self, next: &Self) -> bool {
         let last = next.get(next.pages.len().saturating_sub(1));
-        let later = last.map_or(0, |(_, arrival)| arrival.wrapping_sub(self.first) / 2);
+        let later = last.map_or(0, |(_, arrival)| {
+            arrival.wrapping_sub(self.first) / Returns::STEP
+        });
         self.pages.len() + next.pages.len() <= PIECE && later <= u16::MAX.into()
     }
 
@@ -73,11 +75,6 @@ impl Queue {
         self.length
     }
 
-    /// Whether none is.
-    pub(super) fn is_empty(&self) -> bool {
-        self.length == 0
-    }
-
     /// The first page, with its arrival.
     pub(super) fn front(&self) -> Option<(PageIndex, u32)> {
         self.pieces.front()?.get(self.left)
@@ -97,7 +94,8 @@ impl Queue {
         }
     }
 
-    /// Adds a page that arrived after all others. Arrivals of one queue are all even or all odd.
+    /// Adds a page that arrived after all others. The bits below [`Returns::STEP`] are the
+    /// same for all of one queue.
     pub(super) fn push_back(&mut self, page: PageIndex, arrival: u32) {
         self.length += 1;
         if let Some(last) = self.pieces.back_mut() {
@@ -197,7 +195,7 @@ mod tests {
             for step in steps {
                 match step {
                     Step::Push(pages, apart) => for page in 0..pages as u32 {
-                        arrival = arrival.wrapping_add(2 * apart);
+                        arrival = arrival.wrapping_add(Returns::STEP * apart);
                         queue.push_back(PageIndex(page), arrival);
                         model.push_back((PageIndex(page), arrival));
                     },
@@ -214,7 +212,6 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(queue.len(), model.len());
-                prop_assert_eq!(queue.is_empty(), model.is_empty());
                 prop_assert_eq!(queue.front(), model.front().copied());
             }
             while let Some(next) = model.pop_front() {

@@ -32,7 +32,7 @@ use outram_wire::lost_pages::LostPages;
 use super::ages::ShardAge;
 use super::eviction::Punching;
 use super::guesses::Guesses;
-use super::policy::{Arrival, Policy};
+use super::policy::{Arrival, Kind, Policy};
 use super::prefetch::Prefetch;
 use super::stats::FaultKind;
 use super::table::{Entry, State};

@@ -13,22 +13,28 @@ impl<P: Ports> Shard<P> {
         self.age.look();
         let run_pages = self.shared.page_size.pages_in(RUN_BYTES, 1);
         let granule = self.shared.pace.granule();
-        self.publish_age();
-        while self.may_hand_out() {
+        self.publish_ages();
+        while self.may_hand_out()
+            && let Some(due) = self.due()
+        {
             let wanted = self.shared.budget.shortage().min(run_pages) as u32;
             let wanted = wanted.next_multiple_of(granule);
             let most = wanted.min(self.free_staging(wanted));
-            if most == 0 || self.elder().is_some() && !self.is_nobody_evicting() {
+            if most == 0 || self.elder(due).is_some() && !self.is_nobody_evicting() {
                 break;
             }
-            if !self.hand_out_run(most) {
+            if !self.hand_out_run(due, most) {
                 // What it has may not go now: others should.
-                self.age.publish(None);
+                for kind in Kind::ALL {
+                    self.age.publish(kind, None);
+                }
                 break;
             }
-            self.publish_age();
+            self.publish_ages();
         }
-        if self.shared.budget.is_pressed() && self.elder().is_some_and(|elder| elder.ask()) {
+        if let Some(due) = self.due()
+            && self.elder(due).is_some_and(|elder| elder.ask())
+        {
             self.ports.alert_shards();
         }
         // What was given back here may be what others wait for.
@@ -38,18 +44,29 @@ impl<P: Ports> Shard<P> {
     }
 
     /// Tells others how long the pages have been there that it could hand out now.
-    fn publish_age(&mut self) {
-        let oldest = self.policy.oldest().filter(|_| self.may_hand_out());
-        self.age.publish(oldest);
+    fn publish_ages(&mut self) {
+        let may = self.may_hand_out();
+        for kind in Kind::ALL {
+            let oldest = self.policy.oldest(kind).filter(|_| may);
+            self.age.publish(kind, oldest);
+        }
     }
 
     fn may_hand_out(&self) -> bool {
         self.runs_out.len() < self.shared.pace.runs_out() && !self.ending
     }
 
-    /// The shard that has pages which should go before any of this one.
-    fn elder(&self) -> Option<Arc<ShardAge>> {
-        self.shared.ages.elder(&self.age)
+    /// The kind of page that should go next, where any should.
+    fn due(&self) -> Option<Kind> {
+        match self.shared.budget.is_pressed() {
+            true => self.policy.due(),
+            false => None,
+        }
+    }
+
+    /// The shard that has pages of this kind which should go before any of this one.
+    fn elder(&self, due: Kind) -> Option<Arc<ShardAge>> {
+        self.shared.ages.elder(&self.age, due)
     }
 
     /// Whether faults wait for room that nobody is making: then it does not matter whose pages go.
@@ -67,7 +84,7 @@ impl<P: Ports> Shard<P> {
         staging.available()
     }
 
-    fn hand_out_run(&mut self, most: u32) -> bool {
+    fn hand_out_run(&mut self, due: Kind, most: u32) -> bool {
         let Some(mut tickets) = self.shared.staging.take(most) else {
             return false;
         };
@@ -81,7 +98,7 @@ impl<P: Ports> Shard<P> {
             ..
         } = self;
         let granule = shared.pace.granule();
-        let chosen = policy.choose(most, granule, &mut |page| {
+        let chosen = policy.choose(due, most, granule, &mut |page| {
             shared.table.state(page) == State::Resident
                 && !pins.contains_key(&page)
                 && !pending.contains_key(&page)

@@ -12,7 +12,7 @@ use crate::engine::budget::Budget;
 use crate::engine::compressed::CompressedPool;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
 use crate::engine::pace::Pace;
-use crate::engine::policy::TwoQueues;
+use crate::engine::policy::ThreeQueues;
 use crate::engine::seal::PageKey;
 use crate::engine::shard::{Fault, Shard};
 use crate::engine::slots::{SlabRef, SlotPool};
@@ -325,7 +325,7 @@ impl Bench {
             alerts: 0,
             clock_us: 0,
         };
-        let policy = Box::new(TwoQueues::new(range, shared.ages.clock()));
+        let policy = Box::new(ThreeQueues::new(range, shared.ages.returns()));
         let mut shard = Shard::new(range, Arc::clone(shared), script, policy);
         shard.plug(range);
         Self {

@@ -200,15 +200,16 @@ fn a_page_that_came_back_early_stays_longer() {
 #[test]
 fn a_queue_of_pages_that_come_and_go_does_not_grow() {
     use crate::engine::PageIndex;
-    use crate::engine::policy::{Arrival, Policy, TwoQueues};
-    let mut policy = TwoQueues::new(run(0, 8), std::sync::Arc::default());
+    use crate::engine::policy::{Arrival, Policy, ThreeQueues};
+    let mut policy = ThreeQueues::new(run(0, 8), std::sync::Arc::default());
     for _ in 0..10_000 {
         policy.arrived(PageIndex(3), Arrival::New);
         policy.departed(PageIndex(3));
     }
     policy.arrived(PageIndex(4), Arrival::New);
     let mut looks = 0;
-    let chosen = policy.choose(1, 1, &mut |_| {
+    let due = policy.due().expect("a page is there");
+    let chosen = policy.choose(due, 1, 1, &mut |_| {
         looks += 1;
         true
     });
