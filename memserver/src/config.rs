@@ -24,6 +24,9 @@ pub const DEFAULT_LEASE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Shortest lease: clients renew three times as often, over a network that may hesitate.
 pub const MIN_LEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
+/// A pager of the most shards has 64 and one that writes; some that have died may be counted still.
+const MAX_DATA_CONNECTIONS: usize = 80;
+
 /// Everything a server is told.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -70,7 +73,7 @@ impl Config {
             parked_disk_timeout: None,
             metrics: None,
             max_guests: 256,
-            max_data_connections: 64,
+            max_data_connections: MAX_DATA_CONNECTIONS,
             max_strangers: 64,
             handshake_timeout: Duration::from_secs(10),
             token_life: Duration::from_secs(15),

@@ -307,7 +307,7 @@ fn borders(lab: &Lab) -> Result<()> {
 }
 
 /// Data connections of a session that a server admits.
-const MOST: usize = 64;
+const MOST: usize = 80;
 
 fn crowd(lab: &Lab) -> Result<()> {
     let _device = AtHand::of(lab)?;

@@ -237,8 +237,9 @@ pub enum ConfigError {
     Ram(u64, PageSize),
 }
 
-/// More would only add threads: each can serve tens of thousands of faults a second.
-const MAX_SHARDS: u32 = 64;
+/// More would only add threads: each can serve tens of thousands of faults a second. A memory server admits a
+/// connection for each, and more.
+pub(crate) const MAX_SHARDS: u32 = 64;
 
 /// Faults of a guest reach the wait-queue lock of one userfaultfd each; two show that sharding
 /// works on the smallest host and cost little.

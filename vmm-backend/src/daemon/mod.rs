@@ -7,7 +7,7 @@
 //! the control socket, each control connection has its own. Lock order: `stage` alone, never held
 //! while anything waits.
 
-mod config;
+pub(crate) mod config;
 mod confinement;
 mod control;
 mod guest;

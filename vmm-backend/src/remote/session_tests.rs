@@ -18,6 +18,7 @@ use outram_wire::tls::{Kind, TlsError, TlsFiles};
 
 use super::test_server::*;
 use super::*;
+use crate::daemon::config::MAX_SHARDS;
 
 /// The owner of a session: remembers what it was told.
 struct Owner {
@@ -168,6 +169,22 @@ fn pages_travel_and_everything_is_given_back() {
     owner.session.close(PATIENCE).expect("a goodbye");
     assert_eq!(server.stats().leased_bytes, 0);
     assert!(server.stats().clients.is_empty());
+}
+
+#[test]
+fn a_pager_of_the_most_shards_has_all_its_connections() {
+    let pki = Pki::new();
+    let server = serve(&pki, anywhere(), |_| {});
+    // One for each shard, and the writer's.
+    let data_connections = MAX_SHARDS as usize + 1;
+    let config = RemoteConfig {
+        data_connections,
+        ..config(server.local_addr(), pki.client.clone())
+    };
+    let mut owner = Owner::start(&config, 1).expect("a session");
+    owner.until("all data connections", |owner| {
+        owner.conns.len() == data_connections
+    });
 }
 
 #[test]
