@@ -40,8 +40,6 @@ pub(super) const KINDS: usize = 3;
 /// Share of the pages that may be young before any is evicted for being so: time enough to be used, for what
 /// was fetched ahead. Twice as many settle.
 pub(super) const YOUNG_SHARE: u64 = 32;
-/// Share of the pages that are left to each other kind.
-const LEAST_SHARE: u64 = 50;
 
 /// The time in which a page that is out fades, and that in which what was seen does, by the pages that are there.
 const FADES: f64 = 0.5;
@@ -210,7 +208,7 @@ impl Turns {
         let has_enough = |kind: &Kind| {
             let least = match kind {
                 Kind::Young => all / YOUNG_SHARE,
-                Kind::Settled | Kind::Proven => all / LEAST_SHARE,
+                Kind::Settled | Kind::Proven => 0,
             };
             counted.present(*kind) > least
         };
