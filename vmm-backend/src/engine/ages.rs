@@ -8,6 +8,9 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 use super::policy::{Kind, Returns};
 
+/// Ages that differ by arrivals of less than this share of all pages that are there are about the same.
+const SLACK_SHARE: u64 = 8;
+
 /// What other shards see of one.
 #[derive(Debug, Default)]
 pub struct ShardAge {
@@ -20,6 +23,13 @@ pub struct ShardAge {
 impl ShardAge {
     pub(super) fn publish(&self, kind: Kind, oldest: Option<u32>) {
         self.oldest[kind.index()].store(oldest.unwrap_or(0), Ordering::SeqCst);
+    }
+
+    /// Whether there is any page that it would evict.
+    fn has_any(&self) -> bool {
+        self.oldest
+            .iter()
+            .any(|oldest| oldest.load(Ordering::SeqCst) != 0)
     }
 
     /// Notes that somebody wants it to evict; whether nobody has since it looked last.
@@ -58,7 +68,8 @@ impl Ages {
 
     /// The shard whose pages of a kind are the oldest, where those of `shard` are so much younger that they should
     /// not go yet: where the ages are about the same, the shard that needs room makes it by itself,
-    /// which costs no message.
+    /// which costs no message. Of kinds whose pages leave young, ages say little; unless it has no
+    /// page at all that it could evict, some of another kind do as well.
     pub(super) fn elder(&self, shard: &ShardAge, kind: Kind) -> Option<Arc<ShardAge>> {
         let now = self.returns.now();
         let age = |shard: &ShardAge| match shard.oldest[kind.index()].load(Ordering::SeqCst) {
@@ -70,6 +81,10 @@ impl Ages {
             .iter()
             .filter_map(Weak::upgrade)
             .max_by_key(|shard| age(shard))?;
-        (age(shard) < age(&oldest) * 3 / 4).then_some(oldest)
+        let slack = match shard.has_any() {
+            true => self.returns.all_present() / SLACK_SHARE * u64::from(Returns::STEP),
+            false => 0,
+        };
+        (age(shard) + slack < age(&oldest) * 3 / 4).then_some(oldest)
     }
 }

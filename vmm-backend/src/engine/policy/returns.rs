@@ -102,7 +102,7 @@ impl Returns {
     }
 
     /// Pages that are there, in all shards.
-    pub(super) fn all_present(&self) -> u64 {
+    pub(in super::super) fn all_present(&self) -> u64 {
         Kind::ALL.map(|kind| self.present(kind)).iter().sum()
     }
 
