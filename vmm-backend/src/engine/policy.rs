@@ -120,17 +120,22 @@ impl ThreeQueues {
         self.marks[(page.0 - self.first.0) as usize]
     }
 
-    /// Marks a page; returns what it was marked with.
-    fn set_mark(&mut self, page: PageIndex, mark: u32) -> u32 {
+    /// Marks a page, and counts what is here, in this shard and in all.
+    fn set_mark(&mut self, page: PageIndex, mark: u32) {
         let place = &mut self.marks[(page.0 - self.first.0) as usize];
-        let before = std::mem::replace(place, mark);
-        if let Some(kind) = kind_here(mark) {
+        let before = kind_here(std::mem::replace(place, mark));
+        let now = kind_here(mark);
+        if now == before {
+            return;
+        }
+        if let Some(kind) = now {
             self.present[kind.index()] += 1;
+            self.returns.note_here(kind);
         }
-        if let Some(kind) = kind_here(before) {
+        if let Some(kind) = before {
             self.present[kind.index()] -= 1;
+            self.returns.note_gone(kind);
         }
-        before
     }
 
     /// Pages that are here.
@@ -188,8 +193,6 @@ impl ThreeQueues {
         while self.present[Kind::Young.index()] > most
             && let Some((page, mark)) = self.pop_oldest(Kind::Young)
         {
-            self.returns.note_gone(Kind::Young);
-            self.returns.note_here(Kind::Settled);
             let mark = mark & !KIND | Kind::Settled as u32;
             self.set_mark(page, mark);
             self.queue(Kind::Settled).push_back(page, mark);
@@ -238,11 +241,7 @@ impl ThreeQueues {
 impl Policy for ThreeQueues {
     fn arrived(&mut self, page: PageIndex, arrival: Arrival) {
         let (before, now) = (self.mark(page), self.returns.tick());
-        let kind = kind_here(before).unwrap_or_else(|| {
-            let kind = self.kind_of(before, now, arrival);
-            self.returns.note_here(kind);
-            kind
-        });
+        let kind = kind_here(before).unwrap_or_else(|| self.kind_of(before, now, arrival));
         let mark = now | IS_HERE | kind as u32;
         self.set_mark(page, mark);
         self.queue(kind).push_back(page, mark);
@@ -251,10 +250,7 @@ impl Policy for ThreeQueues {
     }
 
     fn departed(&mut self, page: PageIndex) {
-        let before = self.set_mark(page, 0);
-        if let Some(kind) = kind_here(before) {
-            self.returns.note_gone(kind);
-        }
+        self.set_mark(page, 0);
     }
 
     fn due(&self) -> Option<Kind> {

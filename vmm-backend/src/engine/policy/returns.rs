@@ -111,19 +111,20 @@ impl Returns {
         self.all_present().max(1) as f64
     }
 
+    /// There is one more page of this kind.
     pub(super) fn note_here(&self, kind: Kind) {
         let counts = &self.kinds[kind.index()];
         counts.present.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// There is one less, whatever became of it.
     pub(super) fn note_gone(&self, kind: Kind) {
         let counts = &self.kinds[kind.index()];
         counts.present.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// A page that is there is counted; it was of this kind when it was evicted.
+    /// A page that was of this kind was evicted.
     pub(super) fn note_evicted(&self, kind: Kind) {
-        self.note_gone(kind);
         let counts = &self.kinds[kind.index()];
         counts.evicted.fetch_add(1, Ordering::Relaxed);
     }
@@ -204,15 +205,20 @@ impl Turns {
     }
 
     fn choose(&mut self, counted: &Returns) -> Option<Kind> {
-        let all = counted.all_present();
-        let has_enough = |kind: &Kind| {
+        // Looked at once: others change it meanwhile.
+        let present = Kind::ALL.map(|kind| counted.present(kind));
+        let all: u64 = present.iter().sum();
+        if all == 0 {
+            return None;
+        }
+        // At least one kind has enough.
+        let rates = Kind::ALL.map(|kind| {
             let least = match kind {
                 Kind::Young => all / YOUNG_SHARE,
                 Kind::Settled | Kind::Proven => 0,
             };
-            counted.present(*kind) > least
-        };
-        let rates = Kind::ALL.map(|kind| has_enough(&kind).then(|| self.rate(kind, all as f64)));
+            (present[kind.index()] > least).then(|| self.rate(kind, all as f64))
+        });
         let least = rates.iter().flatten().copied().fold(f64::MAX, f64::min);
         let share = |rate: f64| (least / rate).powi(PREFERENCE).max(TRIED);
         let shares = rates.map(|rate| rate.map_or(0.0, share));
@@ -223,7 +229,9 @@ impl Turns {
             let learnt = &self.kinds[kind.index()];
             learnt.credit + learnt.share
         };
-        let may = Kind::ALL.into_iter().filter(has_enough);
+        let may = Kind::ALL
+            .into_iter()
+            .filter(|kind| rates[kind.index()].is_some());
         may.max_by(|one, other| behind(one).total_cmp(&behind(other)))
     }
 
