@@ -2,7 +2,7 @@
 //!
 //! A slab is a private anonymous mapping. Its bytes are never a Rust reference: sockets are filled
 //! from it and drained into it by the kernel, and what has arrived in a buffer already is stored
-//! byte by byte through atomics, so that two connections of one client that write the same place
+//! word by word through atomics, so that two connections of one client that write the same place
 //! leave one or the other's bytes there and nothing worse.
 //!
 //! Releasing a slab is dropping the last [`Arc`](std::sync::Arc) of it: the mapping goes back to
@@ -13,21 +13,30 @@
 //! registered in the client's own protection domain. A slab that is taken back is first [revoked]
 //! (the key is void from then on, whatever is on its way), and its memory given back after that.
 //!
+//! A slab begins [half a page](LEAD) into its mapping. Clients keep pages at multiples of a page, and to a socket
+//! each goes behind its reply's head, of 16 bytes: into kernel memory whose place within its page would be that
+//! of the bytes in theirs, and 16 more. Processors from AMD's Zen 3 on copy so (`rep movsb` to a place that is
+//! less than 32 bytes behind the source's, modulo 4096) at a twentieth of their speed.
+//!
 //! [revoked]: Slab::revoke
 #![allow(unsafe_code)]
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use outram_wire::units::PAGE_SIZE;
 use outram_wire::verbs::{Access, Domain, Region, Remote, VerbsError};
 
+/// Where in its mapping a slab begins.
+const LEAD: usize = PAGE_SIZE / 2;
+
 /// Memory of one slab.
 #[derive(Debug)]
 pub(crate) struct Slab {
+    /// Its first byte, [`LEAD`] bytes into the mapping.
     base: NonNull<u8>,
     bytes: usize,
     counts: Counts,
@@ -35,6 +44,9 @@ pub(crate) struct Slab {
     populated: AtomicU64,
     registration: Mutex<Registration>,
 }
+
+/// Bytes that are stored at once.
+const WORD: usize = size_of::<u64>();
 
 /// Parts of a slab that memory is taken for at once: page by page it would cost a write to a new slab as much
 /// again as its bytes do.
@@ -79,22 +91,24 @@ impl Slab {
     pub(crate) fn map(bytes: usize, counts: Counts) -> io::Result<Self> {
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no memory of
         // ours; the result is checked before it is used.
-        let base = unsafe {
+        let mapping = unsafe {
             libc::mmap(
                 ptr::null_mut(),
-                bytes,
+                LEAD + bytes,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
                 -1,
                 0,
             )
         };
-        if base == libc::MAP_FAILED {
+        if mapping == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let Some(base) = NonNull::new(base.cast()) else {
+        let Some(mapping) = NonNull::new(mapping.cast::<u8>()) else {
             return Err(io::Error::other("the system mapped a slab at address zero"));
         };
+        // SAFETY: the mapping is longer than that.
+        let base = unsafe { mapping.add(LEAD) };
         for count in [&counts.server, &counts.client] {
             count.fetch_add(bytes as u64, Ordering::AcqRel);
         }
@@ -117,13 +131,23 @@ impl Slab {
         Ok(slab)
     }
 
-    /// Has the memory of a range taken from the system that lies within the mapping.
+    /// The whole mapping: where it begins, and its bytes.
+    fn mapping(&self) -> (*mut libc::c_void, usize) {
+        // SAFETY: the mapping begins so many bytes before the slab.
+        let start = unsafe { self.base.as_ptr().sub(LEAD) };
+        (start.cast(), LEAD + self.bytes)
+    }
+
+    /// Has the memory taken from the system of all pages that hold a byte of a range, which lies within the slab.
     fn populate(&self, offset: usize, bytes: usize) -> io::Result<()> {
-        // SAFETY: offset lies within the mapping, as the caller says.
-        let start = unsafe { self.base.as_ptr().add(offset) };
-        // SAFETY: the range is our own mapping; the advice brings its pages in, as a write to each would,
-        // and changes no byte.
-        let advised = unsafe { libc::madvise(start.cast(), bytes, libc::MADV_POPULATE_WRITE) };
+        let (mapping, _) = self.mapping();
+        let first = (LEAD + offset) / PAGE_SIZE * PAGE_SIZE;
+        let end = (LEAD + offset + bytes).next_multiple_of(PAGE_SIZE);
+        // SAFETY: the page of a byte of the slab begins within the mapping.
+        let start = unsafe { mapping.add(first) };
+        // SAFETY: the range is our own mapping, the last page of which is ours as a whole; the advice brings its
+        // pages in, as a write to each would, and changes no byte.
+        let advised = unsafe { libc::madvise(start, end - first, libc::MADV_POPULATE_WRITE) };
         if advised != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -207,9 +231,9 @@ impl Slab {
 
     /// A guest's memory has no place in a core dump.
     fn keep_private(&self) -> io::Result<()> {
+        let (mapping, bytes) = self.mapping();
         // SAFETY: the range is exactly our own mapping; the advice changes no byte of it.
-        let advised =
-            unsafe { libc::madvise(self.base.as_ptr().cast(), self.bytes, libc::MADV_DONTDUMP) };
+        let advised = unsafe { libc::madvise(mapping, bytes, libc::MADV_DONTDUMP) };
         if advised != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -221,9 +245,10 @@ impl Drop for Slab {
     fn drop(&mut self) {
         // Before anybody else gets the memory.
         self.revoke();
+        let (mapping, bytes) = self.mapping();
         // SAFETY: the mapping is ours, was not unmapped before, and no `Piece` refers to it any
         // more, for each holds an `Arc` of the slab.
-        let unmapped = unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
+        let unmapped = unsafe { libc::munmap(mapping, bytes) };
         debug_assert_eq!(unmapped, 0, "a whole own mapping can be unmapped");
         for count in [&self.counts.server, &self.counts.client] {
             count.fetch_sub(self.bytes as u64, Ordering::AcqRel);
@@ -269,15 +294,34 @@ impl Piece {
             end.is_some_and(|end| end <= self.bytes),
             "what is stored lies within its piece"
         );
-        for (index, byte) in source.iter().enumerate() {
-            // SAFETY: offset + at + index lies within the mapping, as asserted above.
-            let place = unsafe { self.slab.base.as_ptr().add(self.offset + at + index) };
-            // SAFETY: the place is valid for as long as `self` holds the slab, aligned as every
-            // byte is, and never accessed by Rust code other than through atomics.
-            let place = unsafe { AtomicU8::from_ptr(place) };
-            place.store(*byte, Ordering::Relaxed);
+        let (mut place, mut rest) = (self.offset + at, source);
+        while !rest.is_empty() {
+            let within = place % WORD;
+            let (here, later) = rest.split_at(rest.len().min(WORD - within));
+            // SAFETY: place - within lies within the mapping, as asserted above.
+            let word = unsafe { self.slab.base.as_ptr().add(place - within) };
+            // SAFETY: a slab begins at a multiple of a word in its mapping, which ends at a page's end: the word
+            // is aligned, valid for as long as `self` holds the slab, and never accessed by Rust code other than
+            // through atomics of this size.
+            let word = unsafe { AtomicU64::from_ptr(word.cast()) };
+            match here.try_into() {
+                Ok(whole) => word.store(u64::from_ne_bytes(whole), Ordering::Relaxed),
+                Err(_) => store_part(word, within, here),
+            }
+            (place, rest) = (place + here.len(), later);
         }
     }
+}
+
+/// Stores some of a word's bytes and leaves its others as they are, whoever writes to those meanwhile.
+fn store_part(word: &AtomicU64, at: usize, source: &[u8]) {
+    let with = |before: u64| {
+        let mut bytes = before.to_ne_bytes();
+        bytes[at..at + source.len()].copy_from_slice(source);
+        Some(u64::from_ne_bytes(bytes))
+    };
+    // It never gives up.
+    let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with);
 }
 
 /// A part of what is sent or received.
@@ -427,6 +471,34 @@ mod tests {
         }
         assert_eq!(read(&pieces), data);
         assert_eq!(read(&[piece(4106, 4)]), [0; 4]);
+    }
+
+    #[test]
+    fn bytes_are_stored_at_any_place_and_none_beside_them() {
+        let slab = slab(&Counts::default());
+        let whole = Piece::new(slab.clone(), 0, 64).expect("in range");
+        for offset in 0..2 * WORD {
+            for length in 0..=3 * WORD {
+                store(std::slice::from_ref(&whole), &[0xee; 64]);
+                let piece = Piece::new(slab.clone(), offset as u32, length as u32);
+                let bytes: Vec<u8> = (1..=length as u8).collect();
+                store(&[piece.expect("in range")], &bytes);
+                let mut expected = [0xee; 64];
+                expected[offset..offset + length].copy_from_slice(&bytes);
+                assert_eq!(
+                    read(&[whole.clone()]),
+                    expected,
+                    "{length} bytes at {offset}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn pages_lie_amid_those_of_the_system() {
+        let slab = slab(&Counts::default());
+        let page = Piece::new(slab, 3 * PAGE_SIZE as u32, PAGE_SIZE as u32).expect("in range");
+        assert_eq!(page.io_vector(0).iov_base.addr() % PAGE_SIZE, LEAD);
     }
 
     #[test]

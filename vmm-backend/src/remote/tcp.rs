@@ -10,6 +10,7 @@ use outram_wire::server::data::{
     self, DataError, MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES, Op, REPLY_BYTES, Status,
 };
 use outram_wire::server::{Extent, SlabId};
+use outram_wire::units::PAGE_SIZE;
 
 use super::connection::Line;
 use super::{ExtentError, RemoteError, ServerAddress, SubmitError};
@@ -63,9 +64,53 @@ pub(super) struct TcpConn {
     frame: Vec<u8>,
     queue: Vec<u8>,
     queue_start: usize,
-    buffer: Vec<u8>,
+    buffer: Buffer,
+}
+
+/// What has arrived and is not done with.
+struct Buffer {
+    bytes: Vec<u8>,
+    /// Where in `bytes` a reply goes that finds the buffer empty: amid a page. The kernel has it at the beginning
+    /// of one where it came from this host, and is far slower to copy it to a place that is a few bytes further
+    /// within its page, as an allocation's first byte is, on processors from AMD's Zen 3 on.
+    lead: usize,
     start: usize,
     end: usize,
+}
+
+impl Buffer {
+    fn new(length: usize) -> Self {
+        let bytes = vec![0; length];
+        let lead = (PAGE_SIZE / 2).wrapping_sub(bytes.as_ptr().addr()) % PAGE_SIZE;
+        Self {
+            bytes,
+            lead,
+            start: lead,
+            end: lead,
+        }
+    }
+
+    fn arrived(&self) -> &[u8] {
+        &self.bytes[self.start..self.end]
+    }
+
+    fn free(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.end..]
+    }
+
+    /// Moves what has arrived to where a first reply goes, in a buffer that holds so many bytes from there on.
+    fn make_room(&mut self, needed: usize) {
+        let length = self.end - self.start;
+        if self.bytes.len() - self.lead < needed {
+            let mut larger = Self::new(needed + PAGE_SIZE - 1);
+            larger.end += length;
+            larger.bytes[larger.start..larger.end].copy_from_slice(self.arrived());
+            *self = larger;
+        } else if self.start > self.lead {
+            self.bytes.copy_within(self.start..self.end, self.lead);
+            (self.start, self.end) = (self.lead, self.lead + length);
+        }
+    }
 }
 
 impl AsFd for TcpConn {
@@ -78,7 +123,7 @@ impl TcpConn {
     /// Most memory that a connection's buffers take: a full queue and the largest reply. One that
     /// reads single pages stays at [`TcpConn::MEMORY_BYTES`].
     pub(super) const MEMORY_BYTES_MAX: usize =
-        MAX_QUEUED_BYTES + MAX_PAYLOAD_BYTES + MAX_REQUEST_BYTES;
+        MAX_QUEUED_BYTES + REPLY_BYTES + MAX_PAYLOAD_BYTES + PAGE_SIZE;
     /// Memory that a connection's buffers take at first.
     pub(super) const MEMORY_BYTES: usize = BUFFER_BYTES + MAX_REQUEST_BYTES;
 
@@ -91,9 +136,7 @@ impl TcpConn {
             frame: Vec::with_capacity(MAX_REQUEST_BYTES),
             queue: Vec::new(),
             queue_start: 0,
-            buffer: vec![0; BUFFER_BYTES],
-            start: 0,
-            end: 0,
+            buffer: Buffer::new(BUFFER_BYTES),
         }
     }
 
@@ -241,15 +284,17 @@ impl TcpConn {
     ) -> Result<(), RemoteError> {
         self.line.check_alive()?;
         loop {
-            let room = self.make_room();
-            let read = match self.socket.read(&mut self.buffer[self.end..]) {
+            self.make_room();
+            let free = self.buffer.free();
+            let room = free.len();
+            let read = match self.socket.read(free) {
                 Ok(0) => return Err(self.line.die(io::ErrorKind::UnexpectedEof.into())),
                 Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if is_temporary(&error) => return Ok(()),
                 Err(error) => return Err(self.line.die(error)),
             };
-            self.end += read;
+            self.buffer.end += read;
             self.line.received_bytes += read as u64;
             self.complete(&mut on_completion)?;
             // A short read took all that had arrived; what comes now raises a new poll event.
@@ -264,7 +309,7 @@ impl TcpConn {
         &mut self,
         on_completion: &mut impl FnMut(u64, Result<&mut [u8], ExtentError>),
     ) -> Result<(), RemoteError> {
-        while let Some(head) = self.buffer[self.start..self.end].first_chunk::<REPLY_BYTES>() {
+        while let Some(head) = self.buffer.arrived().first_chunk::<REPLY_BYTES>() {
             let header = data::decode_reply(head).map_err(|source| {
                 self.line.dead = true;
                 RemoteError::Frame {
@@ -299,37 +344,26 @@ impl TcpConn {
                         .broken(format!("{header:?} does not fit its request")));
                 }
             };
-            let payload_start = self.start + REPLY_BYTES;
+            let payload_start = self.buffer.start + REPLY_BYTES;
             let payload_end = payload_start + payload_bytes;
-            if payload_end > self.end {
+            if payload_end > self.buffer.end {
                 break;
             }
             self.pending.remove(&header.id);
-            self.start = payload_end;
-            let payload = &mut self.buffer[payload_start..payload_end];
+            self.buffer.start = payload_end;
+            let payload = &mut self.buffer.bytes[payload_start..payload_end];
             on_completion(header.id, outcome.map(|()| payload));
         }
         Ok(())
     }
 
-    /// Moves an incomplete reply to the buffer's start and grows the buffer to hold all of it;
-    /// returns the bytes free behind it, at least one.
-    fn make_room(&mut self) -> usize {
-        if self.start > 0 {
-            self.buffer.copy_within(self.start..self.end, 0);
-            self.end -= self.start;
-            self.start = 0;
-        }
-        let awaited = match self.buffer[..self.end].first_chunk::<REPLY_BYTES>() {
+    /// Has room for at least one byte more, and for all of the reply that began to arrive.
+    fn make_room(&mut self) {
+        let awaited = match self.buffer.arrived().first_chunk::<REPLY_BYTES>() {
             Some(head) => data::decode_reply(head).map_or(0, |header| header.payload_bytes),
             None => 0,
         };
-        let needed = REPLY_BYTES + awaited as usize;
-        if self.buffer.len() < needed {
-            self.buffer.reserve_exact(needed - self.buffer.len());
-            self.buffer.resize(needed, 0);
-        }
-        self.buffer.len() - self.end
+        self.buffer.make_room(REPLY_BYTES + awaited as usize);
     }
 
     /// Requests in flight.
@@ -352,4 +386,31 @@ fn is_temporary(error: &io::Error) -> bool {
         error.kind(),
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replies_begin_amid_a_page_in_a_buffer_that_grows_too() {
+        let mut buffer = Buffer::new(BUFFER_BYTES);
+        let begins = |buffer: &Buffer| buffer.arrived().as_ptr().addr() % PAGE_SIZE;
+        let arrives = |buffer: &mut Buffer, bytes: &[u8]| {
+            buffer.free()[..bytes.len()].copy_from_slice(bytes);
+            buffer.end += bytes.len();
+        };
+        assert_eq!(begins(&buffer), PAGE_SIZE / 2);
+        arrives(&mut buffer, b"done with, not yet");
+        buffer.start += b"done with, ".len();
+        buffer.make_room(8);
+        assert_eq!(buffer.arrived(), b"not yet");
+        assert_eq!(begins(&buffer), PAGE_SIZE / 2);
+        for needed in [BUFFER_BYTES, BUFFER_BYTES + 1, MAX_PAYLOAD_BYTES] {
+            buffer.make_room(needed);
+            assert_eq!(buffer.arrived(), b"not yet");
+            assert_eq!(begins(&buffer), PAGE_SIZE / 2);
+            assert!(buffer.arrived().len() + buffer.free().len() >= needed);
+        }
+    }
 }
