@@ -27,6 +27,9 @@ pub const HUGE_FAULT: &str = "remote fault of a huge page";
 /// Faults that are measured at a time beside a vCPU that reads in order.
 const BESIDE_FAULTS: u64 = 100;
 
+/// How often pages are made to come and go at the limit before that is measured.
+const MOST_WARMUPS: u64 = 8;
+
 /// Pages that a vCPU holds on to while its guest shrinks.
 const HELD_PAGES: u64 = 256;
 /// MiB that stay beside what a guest is tuned down by.
@@ -83,6 +86,7 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
     guest.tune(mib << 20)?;
     probe(session, &mut guest, round, "remote fault")?;
     squeeze_and_settle(&guest)?;
+    have_clean_ones_leave(session, &mut guest)?;
     probe(session, &mut guest, round, "remote fault at the limit")?;
     squeeze_and_settle(&guest)?;
     guest.tune(mib << 20)?;
@@ -147,6 +151,25 @@ fn probe(session: &mut Session, guest: &mut Guest, round: usize, name: &str) -> 
     session.note_latencies(name, &latencies);
     let moved = base_pages(guest, latencies.count());
     note(session, name, &before, &after, moved);
+    Ok(())
+}
+
+/// Has pages come and go at the limit until those that leave are mostly on the server already: what was written
+/// to long ago leaves little by little, and what that costs is measured as eviction.
+fn have_clean_ones_leave(session: &mut Session, guest: &mut Guest) -> Result<()> {
+    let (count, pages) = (session.settings.faults as u64, guest.pages());
+    for warmup in 0..MOST_WARMUPS {
+        let before = guest.status()?.counters.writeback_pages;
+        // Of seeds that no round measures with.
+        let seed = session.settings.seed.wrapping_sub(1 + warmup);
+        let order = json!({"page": 0, "pages": pages, "count": count, "seed": seed});
+        command(guest, "probe", order)?;
+        squeeze_and_settle(guest)?;
+        let written = guest.status()?.counters.writeback_pages - before;
+        if written * 100 <= count {
+            return Ok(());
+        }
+    }
     Ok(())
 }
 
