@@ -242,14 +242,18 @@ fn given_back(lab: &Lab) -> Result<()> {
     Ok(())
 }
 
-/// Slabs of two clients that touch: for each border of a slab of the first one's, upper and lower, the
-/// slab and the other's beyond it.
+/// Bytes between slabs whose mappings touch: a slab begins amid a page, and its mapping ends with one.
+const BETWEEN: u64 = PAGE as u64;
+
+/// Slabs of two clients whose mappings touch: for each border of a slab of the first one's, upper and lower,
+/// the slab and the other's beyond it.
 fn touching(own: &[Held], others: &[Held]) -> Result<[(Held, Held); 2]> {
     let all = || {
         own.iter()
             .flat_map(|own| others.iter().map(move |other| (*own, *other)))
     };
-    let ends_at = |lower: Held, upper: Held| lower.remote.address + SLAB == upper.remote.address;
+    let ends_at =
+        |lower: Held, upper: Held| lower.remote.address + SLAB + BETWEEN == upper.remote.address;
     let above = all().find(|(own, other)| ends_at(*own, *other));
     let below = all().find(|(own, other)| ends_at(*other, *own));
     let found = above.zip(below).map(|(above, below)| [above, below]);
@@ -281,7 +285,14 @@ fn borders(lab: &Lab) -> Result<()> {
         (lower.remote.key, end - 8, 9, "a byte beyond the end"),
         (lower.remote.key, end, 8, "right after the end"),
         (lower.remote.key, end - SLAB, slab + 1, "all and a byte"),
+        (lower.remote.key, end + BETWEEN, 8, "the neighbour's first"),
         (upper.remote.key, start - 1, 1, "a byte before the start"),
+        (
+            upper.remote.key,
+            start - BETWEEN - 8,
+            8,
+            "the neighbour's last",
+        ),
         (upper.remote.key, start - 1, 9, "across the start"),
         (upper.remote.key, start - 1, slab + 1, "a byte and all"),
     ] {
