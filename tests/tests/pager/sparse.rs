@@ -140,6 +140,7 @@ fn large(lab: &Lab) -> Result<()> {
     // Of such a stretch, the guest may go on before all of it is accounted for.
     guest.wait_status("nothing to be stored", |status| status.stored_bytes == 0)?;
     let status = demand_little(&guest, "given back all")?;
+    ensure!(status.stored_bytes == 0, "{status:#?}");
     ensure!(status.kernel_memfd_bytes <= PAGE, "{status:#?}");
     verify(&mut guest)?;
 
