@@ -22,7 +22,7 @@ const ALERTS: &str = "libvirt-hooks/monitoring/prometheus-alerts.yml";
 /// compare them with the programs' pages.
 const RECORDS: [&str; 3] = [
     "vmm-backend/src/daemon/metrics.rs",
-    "memserver/tests/process.rs",
+    "memserver/tests/all/process.rs",
     "libvirt-hooks/src/metrics_page.rs",
 ];
 

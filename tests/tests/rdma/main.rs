@@ -6,7 +6,7 @@
 //! the native check. Without such a device these are reported as ignored.
 
 mod at_hand;
-#[path = "../../../memserver/tests/client/mod.rs"]
+#[path = "../../../memserver/tests/all/client.rs"]
 mod client;
 mod doctor;
 mod links;

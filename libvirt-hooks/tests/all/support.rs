@@ -1,7 +1,5 @@
 //! What the tests share: canonical XML, golden files, and the run directory used in domains.
 
-#![allow(dead_code, reason = "each test program uses a part of it")]
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

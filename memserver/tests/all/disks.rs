@@ -1,12 +1,9 @@
 //! Far-memory disks: kept while nobody uses them, one claimant at a time, and never another's.
-#![allow(missing_docs)]
-
-mod client;
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use client::{Client, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
+use crate::client::{Client, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
 use outram_wire::pki::Issued;
 use outram_wire::server::data::{Op, Status};
 use outram_wire::server::{

@@ -1,15 +1,13 @@
 //! Each thing that keeps a domain from being paged, with its message.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{RUN, golden};
 use outram_libvirt::attachment::{self, AttachRequest};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::refusal::{Refusal, check};
 use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
-use support::{RUN, golden};
 
 /// A domain that is paged, as text.
 fn attached() -> String {

@@ -1,14 +1,11 @@
 //! Whoever is not a client learns nothing and costs nobody anything; nor does a client that breaks
 //! the protocol.
-#![allow(missing_docs)]
-
-mod client;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use client::{
+use crate::client::{
     Client, Data, PATIENCE, Pki, SLAB, channel, eventually, extent, hello, is_over, metric, scrape,
     server, vm,
 };
@@ -116,7 +113,7 @@ fn shake_hands(address: SocketAddr, config: ClientConfig) -> Option<ChannelError
     };
     // In TLS 1.3 the server's verdict on a client comes after the client's handshake is over.
     let _ = channel.send(&hello(vm(9), 9), deadline);
-    client::receive(&mut channel).err()
+    crate::client::receive(&mut channel).err()
 }
 
 fn unchecked(
@@ -214,7 +211,7 @@ fn hellos_of_another_version_are_refused() {
     channel
         .send(&ClientMessage::Hello(later), deadline)
         .expect("sent");
-    let answer = client::receive(&mut channel).expect("an answer");
+    let answer = crate::client::receive(&mut channel).expect("an answer");
     let version = Refusal::Version { min: 1, max: 2 };
     assert_eq!(answer, ServerMessage::Refused(version));
     house.stands();
@@ -274,7 +271,7 @@ fn messages_out_of_place_are_refused() {
         request: Request::Lease,
     };
     early.send(&request, deadline).expect("sent");
-    let answer = client::receive(&mut early).expect("an answer");
+    let answer = crate::client::receive(&mut early).expect("an answer");
     let misplaced = |answer| matches!(answer, ServerMessage::Refused(Refusal::Unexpected { .. }));
     assert!(misplaced(answer));
     let mut twice = Client::connect(house.address(), &house.pki.client, vm(2), 2).expect("in");
@@ -283,7 +280,7 @@ fn messages_out_of_place_are_refused() {
         .send(&hello(vm(3), 3), deadline)
         .expect("sent");
     assert!(misplaced(
-        client::receive(&mut twice.channel).expect("an answer")
+        crate::client::receive(&mut twice.channel).expect("an answer")
     ));
     house.stands();
 }

@@ -1,9 +1,8 @@
 //! Attaching and detaching real domains' XML: what is added, what stays, and that it comes back.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{DOMAINS, RUN, assert_golden, canonical, golden};
 use outram_libvirt::attachment::{self, AttachRequest, AttachmentError, Change};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::metadata::{self, Addition};
@@ -12,7 +11,6 @@ use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio};
-use support::{DOMAINS, RUN, assert_golden, canonical, golden};
 
 fn parse(text: &str) -> DomainXml {
     DomainXml::parse(text).expect("a domain")

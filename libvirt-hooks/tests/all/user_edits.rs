@@ -3,10 +3,9 @@
 //! Every edit is made twice, to the attached domain and to the one that never was; detaching the
 //! first must give the second. Domains are the golden ones and random ones.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{DOMAINS, RUN, canonical, golden};
 use outram_libvirt::attachment::{self, AttachRequest};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::refusal;
@@ -14,7 +13,6 @@ use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio};
 use proptest::collection::vec;
 use proptest::prelude::*;
-use support::{DOMAINS, RUN, canonical, golden};
 use xot::Node;
 
 /// What a user may do to a domain while it is attached.

@@ -1,10 +1,7 @@
 //! Two tenants of one server: a certificate gives no view of another's slabs, names or sizes, and no
 //! say over them.
-#![allow(missing_docs)]
 
-mod client;
-
-use client::{Client, Data, Pki, SLAB, extent, server, vm};
+use crate::client::{Client, Data, Pki, SLAB, extent, server, vm};
 use outram_memserver::Server;
 use outram_wire::pki::Issued;
 use outram_wire::server::data::{Op, Status};

@@ -1,17 +1,15 @@
 //! Mangled domains: whatever a domain's XML contains, it is edited, refused with an error, or
 //! found to be none of ours; never a panic.
 
-mod support;
-
 use std::path::{Path, PathBuf};
 
+use crate::support::{RUN, golden};
 use outram_libvirt::attachment::{self, AttachRequest};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::hook;
 use outram_libvirt::host::Paths;
 use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
-use support::{RUN, golden};
 
 const ROUNDS: u64 = 3000;
 

@@ -4,8 +4,6 @@
 //! The stand-in is this test program itself, run again by a small script as `stand_in`: it speaks
 //! the control protocol and does what its guest's name says.
 
-mod support;
-
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -42,7 +40,7 @@ impl Host {
         let backend = dir.path().join("outram-backend");
         let program = std::env::current_exe().expect("this program");
         let script = format!(
-            "#!/bin/sh\n{ARGUMENTS}=$(tr '\\0' '\\n' <\"$2\") exec '{}' --exact --nocapture stand_in\n",
+            "#!/bin/sh\n{ARGUMENTS}=$(tr '\\0' '\\n' <\"$2\") exec '{}' --exact --nocapture hook::stand_in\n",
             program.display()
         );
         fs::write(&backend, script).expect("written");
@@ -453,6 +451,6 @@ fn status(name: &str, vm: VmId) -> Status {
         } else {
             Phase::Waiting
         },
-        ..support::status(name, vm, Limit::LocalBytes(32 << 20))
+        ..crate::support::status(name, vm, Limit::LocalBytes(32 << 20))
     }
 }

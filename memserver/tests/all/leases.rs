@@ -1,13 +1,10 @@
 //! What a client may count on: its slabs are its own, empty at first, and kept while it is heard of.
-#![allow(missing_docs)]
-
-mod client;
 
 use std::io::Write;
 use std::thread;
 use std::time::Duration;
 
-use client::{Client, Data, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
+use crate::client::{Client, Data, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
 use outram_wire::server::data::{self, MAX_PAYLOAD_BYTES, Op, Status};
 use outram_wire::server::{Refusal, Reply, Request, ServerMessage, SlabId};
 
@@ -542,9 +539,9 @@ fn a_stopping_server_says_so() {
     let mut data = client.data();
     let address = server.local_addr();
     server.stop();
-    let last = client::receive(&mut client.channel);
+    let last = crate::client::receive(&mut client.channel);
     assert_eq!(last.expect("a last word"), ServerMessage::Closing);
-    assert!(client::receive(&mut client.channel).is_err());
+    assert!(crate::client::receive(&mut client.channel).is_err());
     assert!(data.is_over());
     assert!(std::net::TcpStream::connect(address).is_err());
 }

@@ -1,7 +1,4 @@
 //! The program itself: its options, its signals, its last words.
-#![allow(missing_docs)]
-
-mod client;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -11,7 +8,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use client::{Client, Pki, SLAB, eventually, metric, scrape, vm};
+use crate::client::{Client, Pki, SLAB, eventually, metric, scrape, vm};
 use outram_wire::pki::Issued;
 use outram_wire::server::{Reply, Request, ServerMessage};
 
@@ -141,7 +138,7 @@ fn sigterm_ends_it_gracefully() {
         let mut data = client.data();
         data.write(slab, 0, &[1; 4096]);
         process.signal(signal);
-        let last = client::receive(&mut client.channel).expect("a last word");
+        let last = crate::client::receive(&mut client.channel).expect("a last word");
         assert_eq!(last, ServerMessage::Closing);
         assert!(data.is_over());
         assert!(process.child.wait().expect("it ends").success());
@@ -183,7 +180,7 @@ fn sighup_takes_renewed_certificates() {
     let pki = Pki::new();
     let process = Process::start(&pki, &["--memory", "4MiB"]);
     let serial = || {
-        let channel = client::channel(process.address, &pki.client).expect("TLS stands");
+        let channel = crate::client::channel(process.address, &pki.client).expect("TLS stands");
         channel.peer_certificates()[0].to_vec()
     };
     let before = serial();
@@ -233,12 +230,12 @@ fn a_ca_is_replaced_while_clients_are_at_work() {
     // A client of either CA: whether the server lets it in.
     let admitted = |client: &Pki, trusted: &Pki| {
         let (client, trusted) = (&client.client, &trusted.server);
-        let Ok(mut channel) = client::channel_under(process.address, client, trusted) else {
+        let Ok(mut channel) = crate::client::channel_under(process.address, client, trusted) else {
             return false;
         };
-        let hello = client::hello(vm(9), 9);
-        let sent = channel.send(&hello, Instant::now() + client::PATIENCE);
-        sent.is_ok() && client::receive(&mut channel).is_ok()
+        let hello = crate::client::hello(vm(9), 9);
+        let sent = channel.send(&hello, Instant::now() + crate::client::PATIENCE);
+        sent.is_ok() && crate::client::receive(&mut channel).is_ok()
     };
     eventually("the new CA counts too", || admitted(&new, &old));
     assert!(admitted(&old, &old));
