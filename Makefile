@@ -48,7 +48,7 @@ bench-guests:
 	@target/release/bench guests $(BENCH)
 
 man:
-	cargo build --profile $(or $(PROFILE),dev) -p outram-libvirt -p outram-tests --bin outram --bin manual
+	cargo build --workspace --profile $(or $(PROFILE),dev) --bin outram --bin manual
 	target/$(if $(filter release,$(PROFILE)),release,debug)/manual target/manual
 
 # Its version is pinned here, for it is no dependency that Cargo.lock knows. Made in a third of the time

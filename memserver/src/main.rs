@@ -12,15 +12,17 @@ use outram_wire::verbs::Choice;
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::prelude::*;
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
+    tracing_subscriber::registry()
+        .with(lines)
+        .with(what_to_log())
         .init();
     match run(&arguments.flags) {
         Ok(()) => ExitCode::SUCCESS,
@@ -29,6 +31,21 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// What RUST_LOG says, and info where it says nothing or what cannot be told.
+fn what_to_log() -> Targets {
+    let info = Targets::new().with_default(LevelFilter::INFO);
+    let Some(wish) = std::env::var_os("RUST_LOG").filter(|wish| !wish.is_empty()) else {
+        return info;
+    };
+    wish.to_string_lossy().parse().unwrap_or_else(|error| {
+        eprintln!(
+            "outram-memserver: RUST_LOG is {wish:?} ({error}): expected a level such as 'debug', or levels of \
+             modules such as 'outram_memserver=debug,info'; it logs at level info"
+        );
+        info
+    })
 }
 
 fn run(flags: &Flags) -> anyhow::Result<()> {

@@ -20,10 +20,11 @@ if [ "$(cat "$out/commit" 2>/dev/null)" != "$commit" ]; then
   }
   mkdir "$out/source"
   git archive "$commit" | tar -x -C "$out/source"
-  # With the dependencies that both builds have; this build's programs are put in their place again by
-  # the next 'cargo build'. Only few tests run them: not optimised, they are made in half of the time.
+  # With the dependencies that both builds have (of the workspace, so that these have the same features);
+  # this build's programs are put in their place again by the next 'cargo build'. Only few tests run them:
+  # not optimised, they are made in half of the time.
   CARGO_PROFILE_DEV_OPT_LEVEL=0 cargo build --manifest-path "$out/source/Cargo.toml" --target-dir target --locked \
-    -p outram-backend -p outram-memserver --bins >&2
+    --workspace --bin outram-backend --bin outram-memserver >&2
   mv target/debug/outram-{backend,memserver} "$out/"
   rm -rf "$out/source"
   echo "$commit" >"$out/commit"

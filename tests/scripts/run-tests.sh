@@ -41,8 +41,9 @@ run_all() {
   mkdir -p target
   tests/scripts/clean-state.sh --stale || give_up "FAILED: leftovers of an interrupted run could not be removed"
   images/build.sh >/dev/null || give_up "FAILED: the test guest could not be built"
-  # Nothing is changed and built again here: what that would be quicker by costs more than it gives.
-  [ -z "${CI:-}" ] || export CARGO_INCREMENTAL=0
+  # Nothing is changed and built again here, or looked at in a debugger: what that would be quicker by, or
+  # show, costs more than it gives.
+  [ -z "${CI:-}" ] || export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0
   # First, for it leaves its programs where this build's are to be. Without it, those tests say that
   # they are skipped.
   tests/scripts/build-previous.sh >/dev/null || echo "SKIPPED: tests of upgrades: the build before this one could not be made"

@@ -32,6 +32,9 @@ impl Process {
     }
 
     fn start_with(mut command: Command, files: &Issued, options: &[&str]) -> Self {
+        if command.get_envs().all(|(name, _)| name != "RUST_LOG") {
+            command.env("RUST_LOG", "info");
+        }
         let mut child = command
             .args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
             .args(["--slab-size", "1MiB", "--tls-ca"])
@@ -41,7 +44,6 @@ impl Process {
             .arg("--tls-key")
             .arg(&files.key)
             .args(options)
-            .env("RUST_LOG", "info")
             .stderr(Stdio::piped())
             .spawn()
             .expect("the program runs");
@@ -103,6 +105,27 @@ fn a_device_that_is_not_there_is_warned_of() {
     assert!(said.contains("until then clients use TCP"), "{said}");
     let quiet = Process::start(&pki, &["--memory", "8MiB"]);
     assert!(!quiet.said.contains("WARN"), "{}", quiet.said);
+}
+
+#[test]
+fn what_is_logged_is_as_wished_and_a_wish_that_cannot_be_told_is_named() {
+    let pki = Pki::new();
+    let start = |wish: &str| {
+        let mut command = Command::new(PROGRAM);
+        command.env("RUST_LOG", wish);
+        Process::start_as(command, &pki, &["--memory", "8MiB"])
+    };
+    for wish in ["", "debug", "outram_memserver=debug,warn"] {
+        let process = start(wish);
+        assert!(!process.said.contains("RUST_LOG"), "{}", process.said);
+    }
+    let process = start("outram_memserver=loud");
+    let said = &process.said;
+    assert!(
+        said.contains("RUST_LOG is \"outram_memserver=loud\""),
+        "{said}"
+    );
+    assert!(said.contains("it logs at level info"), "{said}");
 }
 
 #[test]

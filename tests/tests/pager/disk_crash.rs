@@ -174,7 +174,8 @@ fn alone(lab: &Lab) -> Result<()> {
     let addresses = [&server.address[..]];
     let wish = wish(&addresses);
     let mut guest = started(lab, &wish)?;
-    let sent = load(&mut guest, 2.0, 5)?;
+    // Long enough that it goes on when the server is halted, on a crowded machine too.
+    let sent = load(&mut guest, 6.0, 5)?;
     std::thread::sleep(Duration::from_millis(700));
     halt(&server)?;
     std::thread::sleep(Duration::from_millis(100));
