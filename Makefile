@@ -15,6 +15,9 @@
 # and use what is there. PROFILE=release or dev chooses how the demo's programs are built.
 
 export PATH := $(PATH):/usr/sbin:/sbin
+# What cargo tells a program of its package, where that calls us (the packages' test): ring, whose build looks at
+# it, would be built anew with all that depends on it, and once more by the next cargo that is not told.
+unexport $(filter CARGO_PKG_% CARGO_MANIFEST_%,$(.VARIABLES))
 
 .PHONY: all build demo test soak bench bench-quick bench-guests man deb lab fuzz check images clean-state
 

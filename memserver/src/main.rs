@@ -7,23 +7,16 @@ use clap::Parser;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use outram_memserver::{Arguments, Config, Flags, Server};
 use outram_wire::causes::with_causes;
+use outram_wire::logging;
 use outram_wire::units::format_size;
 use outram_wire::verbs::Choice;
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::prelude::*;
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
-    tracing_subscriber::registry()
-        .with(lines)
-        .with(what_to_log())
-        .init();
+    logging::start(env!("CARGO_BIN_NAME"));
     match run(&arguments.flags) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -31,21 +24,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// What RUST_LOG says, and info where it says nothing or what cannot be told.
-fn what_to_log() -> Targets {
-    let info = Targets::new().with_default(LevelFilter::INFO);
-    let Some(wish) = std::env::var_os("RUST_LOG").filter(|wish| !wish.is_empty()) else {
-        return info;
-    };
-    wish.to_string_lossy().parse().unwrap_or_else(|error| {
-        eprintln!(
-            "outram-memserver: RUST_LOG is {wish:?} ({error}): expected a level such as 'debug', or levels of \
-             modules such as 'outram_memserver=debug,info'; it logs at level info"
-        );
-        info
-    })
 }
 
 fn run(flags: &Flags) -> anyhow::Result<()> {

@@ -9,8 +9,7 @@ use clap::Parser;
 use outram_backend::arguments::{Arguments, Command};
 use outram_backend::{daemon, handover};
 use outram_wire::causes::with_causes;
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::prelude::*;
+use outram_wire::logging;
 
 fn main() -> ExitCode {
     let mut given: Vec<OsString> = std::env::args_os().collect();
@@ -27,13 +26,7 @@ fn main() -> ExitCode {
     if let Command::Inject { args } = command {
         return handover::injector_main(args);
     }
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
-    tracing_subscriber::registry()
-        .with(lines)
-        .with(what_to_log())
-        .init();
+    logging::start(env!("CARGO_BIN_NAME"));
     let outcome = match command {
         // The program's name and 'run' are not passed on.
         Command::Run(flags) => daemon::supervise(&flags, given.get(2..).unwrap_or_default()),
@@ -51,21 +44,6 @@ fn main() -> ExitCode {
     outcome.unwrap_or_else(|error| {
         eprintln!("outram-backend: {}", with_causes(error.as_ref()));
         ExitCode::FAILURE
-    })
-}
-
-/// What RUST_LOG says, and info where it says nothing or what cannot be told.
-fn what_to_log() -> Targets {
-    let info = Targets::new().with_default(LevelFilter::INFO);
-    let Some(wish) = std::env::var_os("RUST_LOG").filter(|wish| !wish.is_empty()) else {
-        return info;
-    };
-    wish.to_string_lossy().parse().unwrap_or_else(|error| {
-        eprintln!(
-            "outram-backend: RUST_LOG is {wish:?} ({error}): expected a level such as 'debug', or levels of \
-             modules such as 'outram_backend=debug,info'; it logs at level info"
-        );
-        info
     })
 }
 

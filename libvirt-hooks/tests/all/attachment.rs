@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use crate::support::{DOMAINS, RUN, assert_golden, canonical, golden};
 use outram_libvirt::attachment::{self, AttachRequest, AttachmentError, Change};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::metadata::{self, Addition};
@@ -12,22 +11,15 @@ use outram_wire::seal::Seal;
 use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio};
 
+use crate::support::{self, DOMAINS, RUN, assert_golden, canonical, golden};
+
 fn parse(text: &str) -> DomainXml {
     DomainXml::parse(text).expect("a domain")
 }
 
 fn request(ratio: f64, servers: &[&str]) -> AttachRequest {
-    AttachRequest {
-        limit: Limit::LocalRatio(LocalRatio::new(ratio).expect("a ratio")),
-        servers: servers
-            .iter()
-            .map(|server| server.parse().expect("an address"))
-            .collect(),
-        seal: None,
-        lost_pages: None,
-        tuning: Tuning::default(),
-        disk: Default::default(),
-    }
+    let ratio = LocalRatio::new(ratio).expect("a ratio");
+    support::request(Limit::LocalRatio(ratio), servers)
 }
 
 fn attach(text: &str, request: &AttachRequest) -> (String, Vec<Change>) {

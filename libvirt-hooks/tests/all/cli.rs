@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use crate::support::assert_golden;
 use clap::{CommandFactory, Parser};
 use outram_libvirt::cli::Arguments;
 use outram_libvirt::cli::report::{Report, State};
@@ -19,6 +18,8 @@ use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::style::Color;
+
+use crate::support::{self, assert_golden};
 
 /// The help of a command and of all below it.
 fn all_help(command: &mut clap::Command, path: &str, text: &mut String) {
@@ -189,7 +190,7 @@ fn busy() -> Status {
             sent_bytes: 400 << 20,
             received_bytes: 100 << 20,
         }),
-        ..crate::support::status(
+        ..support::status(
             "web1",
             vm(),
             Limit::LocalRatio(LocalRatio::new(0.5).expect("a ratio")),
@@ -243,7 +244,7 @@ fn lines() -> Vec<Line> {
     let mut all = reports();
     let serving = Status {
         phase: Phase::Serving,
-        ..crate::support::status("db2", vm(), Limit::LocalBytes(48 << 20))
+        ..support::status("db2", vm(), Limit::LocalBytes(48 << 20))
     };
     all.push(Report {
         uuid: vm().to_string(),

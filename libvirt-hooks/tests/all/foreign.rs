@@ -5,10 +5,11 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use crate::support::{RUN, assert_golden, canonical, golden};
 use outram_libvirt::attachment;
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::refusal;
+
+use crate::support::{RUN, assert_golden, canonical, golden};
 
 const SIDECAR: &str = env!("CARGO_BIN_EXE_outram-kubevirt-sidecar");
 const FILTER: &str = env!("CARGO_BIN_EXE_outram-nova-filter");

@@ -23,6 +23,8 @@ use outram_wire::incoming::Incoming;
 use outram_wire::units::{Limit, VmId};
 use tempfile::TempDir;
 
+use crate::support;
+
 const UUID: &str = "9a4a7f0e-2f5b-4d55-8a53-0a4e1c7e1234";
 
 /// Arguments for the stand-in, one a line.
@@ -451,6 +453,6 @@ fn status(name: &str, vm: VmId) -> Status {
         } else {
             Phase::Waiting
         },
-        ..crate::support::status(name, vm, Limit::LocalBytes(32 << 20))
+        ..support::status(name, vm, Limit::LocalBytes(32 << 20))
     }
 }

@@ -3,13 +3,12 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::support::{RUN, golden};
-use outram_libvirt::attachment::{self, AttachRequest};
+use outram_libvirt::attachment;
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::hook;
 use outram_libvirt::host::Paths;
-use outram_wire::tuning::Tuning;
-use outram_wire::units::Limit;
+
+use crate::support::{RUN, attached, plain_request};
 
 const ROUNDS: u64 = 3000;
 
@@ -63,24 +62,6 @@ fn mangle(text: &str, random: &mut Random) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Attached, so that every part of ours is in it.
-fn attached(name: &str) -> String {
-    let mut domain = DomainXml::parse(&golden(name)).expect("a domain");
-    attachment::attach(&mut domain, Path::new(RUN), &request()).expect("attached");
-    domain.to_text().expect("text")
-}
-
-fn request() -> AttachRequest {
-    AttachRequest {
-        limit: Limit::LocalBytes(1 << 30),
-        servers: vec!["10.0.0.2:7741".parse().expect("an address")],
-        seal: None,
-        lost_pages: None,
-        tuning: Tuning::default(),
-        disk: Default::default(),
-    }
-}
-
 #[test]
 fn mangled_domains_never_panic() {
     // A backend that is not there: nothing is started, however good the domain.
@@ -88,6 +69,7 @@ fn mangled_domains_never_panic() {
         backend: Some(PathBuf::from("/nonexistent/outram-backend")),
         ..Paths::default()
     };
+    // Attached, so that every part of ours is in them.
     let domains = ["virt-install.xml", "numa.xml", "backed.xml"].map(attached);
     for seed in 1..=ROUNDS {
         let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -96,7 +78,7 @@ fn mangled_domains_never_panic() {
             let _ = hook::concerns_us(text.as_bytes(), &paths);
             assert!(hook::prepare(text.as_bytes(), &paths).is_err() || !text.contains(RUN));
             if let Ok(mut domain) = DomainXml::parse(&text) {
-                let attached = attachment::attach(&mut domain, Path::new(RUN), &request());
+                let attached = attachment::attach(&mut domain, Path::new(RUN), &plain_request());
                 // What was attached can be detached.
                 if attached.is_ok() {
                     attachment::detach(&mut domain, Path::new(RUN)).expect("detached");

@@ -2,26 +2,14 @@
 
 use std::path::Path;
 
-use crate::support::{RUN, golden};
-use outram_libvirt::attachment::{self, AttachRequest};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::refusal::{Refusal, check};
-use outram_wire::tuning::Tuning;
-use outram_wire::units::Limit;
+
+use crate::support::{self, RUN};
 
 /// A domain that is paged, as text.
 fn attached() -> String {
-    let mut domain = DomainXml::parse(&golden("virt-install.xml")).expect("a domain");
-    let request = AttachRequest {
-        limit: Limit::LocalBytes(1 << 30),
-        servers: vec!["10.0.0.2:7741".parse().expect("an address")],
-        seal: None,
-        lost_pages: None,
-        tuning: Tuning::default(),
-        disk: Default::default(),
-    };
-    attachment::attach(&mut domain, Path::new(RUN), &request).expect("attached");
-    domain.to_text().expect("text")
+    support::attached("virt-install.xml")
 }
 
 fn refusals(text: &str) -> Vec<Refusal> {

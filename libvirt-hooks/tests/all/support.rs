@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use outram_libvirt::attachment::{self, AttachRequest};
+use outram_libvirt::domain_xml::DomainXml;
 use outram_wire::control::{Counters, Phase, Status};
+use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, VmId};
 use xot::{Node, Xot};
 
@@ -46,6 +49,33 @@ pub(crate) fn assert_golden(name: &str, text: &str) {
         expected == text,
         "{name} differs; expected:\n{expected}\nfound:\n{text}"
     );
+}
+
+/// To attach with a limit and servers, and with nothing else said.
+pub(crate) fn request(limit: Limit, servers: &[&str]) -> AttachRequest {
+    let servers = servers.iter();
+    AttachRequest {
+        limit,
+        servers: servers
+            .map(|server| server.parse().expect("an address"))
+            .collect(),
+        seal: None,
+        lost_pages: None,
+        tuning: Tuning::default(),
+        disk: Default::default(),
+    }
+}
+
+/// To attach with 1 GiB and one server.
+pub(crate) fn plain_request() -> AttachRequest {
+    request(Limit::LocalBytes(1 << 30), &["10.0.0.2:7741"])
+}
+
+/// A golden domain, attached so.
+pub(crate) fn attached(name: &str) -> String {
+    let mut domain = DomainXml::parse(&golden(name)).expect("a domain");
+    attachment::attach(&mut domain, Path::new(RUN), &plain_request()).expect("attached");
+    domain.to_text().expect("text")
 }
 
 /// XML in one form: attributes sorted, one element a line, white space between elements dropped,

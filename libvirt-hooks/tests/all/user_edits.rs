@@ -5,11 +5,9 @@
 
 use std::path::Path;
 
-use crate::support::{DOMAINS, RUN, canonical, golden};
 use outram_libvirt::attachment::{self, AttachRequest};
 use outram_libvirt::domain_xml::DomainXml;
 use outram_libvirt::refusal;
-use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -39,6 +37,8 @@ enum Edit {
 
 use Edit::*;
 
+use crate::support::{self, DOMAINS, RUN, canonical, golden};
+
 fn parse(text: &str) -> DomainXml {
     DomainXml::parse(text).expect("a domain")
 }
@@ -52,15 +52,8 @@ fn escaped(text: &str) -> String {
 }
 
 fn request(percent: u32) -> AttachRequest {
-    let ratio = f64::from(percent) / 100.0;
-    AttachRequest {
-        limit: Limit::LocalRatio(LocalRatio::new(ratio).expect("a ratio")),
-        servers: vec!["10.0.0.2:7741".parse().expect("an address")],
-        seal: None,
-        lost_pages: None,
-        tuning: Tuning::default(),
-        disk: Default::default(),
-    }
+    let ratio = LocalRatio::new(f64::from(percent) / 100.0).expect("a ratio");
+    support::request(Limit::LocalRatio(ratio), &["10.0.0.2:7741"])
 }
 
 fn attach(domain: &mut DomainXml, percent: u32) {

@@ -3,13 +3,14 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::client::{Client, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
 use outram_wire::pki::Issued;
 use outram_wire::server::data::{Op, Status};
 use outram_wire::server::{
     DiskId, DiskShape, Opening, Purpose, Refusal, Reply, Request, SessionSecret, SlabId,
 };
 use outram_wire::tls::Kind;
+
+use crate::client::{Client, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
 
 const SHAPE: DiskShape = DiskShape {
     bytes: 3 * SLAB,

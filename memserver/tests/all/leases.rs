@@ -4,9 +4,12 @@ use std::io::Write;
 use std::thread;
 use std::time::Duration;
 
-use crate::client::{Client, Data, Pki, SLAB, eventually, extent, metric, scrape, server, vm};
 use outram_wire::server::data::{self, MAX_PAYLOAD_BYTES, Op, Status};
 use outram_wire::server::{Refusal, Reply, Request, ServerMessage, SlabId};
+
+use crate::client::{
+    self, Client, Data, Pki, SLAB, eventually, extent, metric, scrape, server, vm,
+};
 
 /// Bytes that differ from place to place.
 fn pattern(seed: u8, length: usize) -> Vec<u8> {
@@ -539,9 +542,9 @@ fn a_stopping_server_says_so() {
     let mut data = client.data();
     let address = server.local_addr();
     server.stop();
-    let last = crate::client::receive(&mut client.channel);
+    let last = client::receive(&mut client.channel);
     assert_eq!(last.expect("a last word"), ServerMessage::Closing);
-    assert!(crate::client::receive(&mut client.channel).is_err());
+    assert!(client::receive(&mut client.channel).is_err());
     assert!(data.is_over());
     assert!(std::net::TcpStream::connect(address).is_err());
 }

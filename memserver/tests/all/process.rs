@@ -8,9 +8,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::client::{Client, Pki, SLAB, eventually, metric, scrape, vm};
 use outram_wire::pki::Issued;
 use outram_wire::server::{Reply, Request, ServerMessage};
+
+use crate::client::{self, Client, Pki, SLAB, eventually, metric, scrape, vm};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_outram-memserver");
 
@@ -108,7 +109,7 @@ fn a_device_that_is_not_there_is_warned_of() {
 }
 
 #[test]
-fn what_is_logged_is_as_wished_and_a_wish_that_cannot_be_told_is_named() {
+fn a_wish_for_the_log_that_cannot_be_told_is_named() {
     let pki = Pki::new();
     let start = |wish: &str| {
         let mut command = Command::new(PROGRAM);
@@ -161,7 +162,7 @@ fn sigterm_ends_it_gracefully() {
         let mut data = client.data();
         data.write(slab, 0, &[1; 4096]);
         process.signal(signal);
-        let last = crate::client::receive(&mut client.channel).expect("a last word");
+        let last = client::receive(&mut client.channel).expect("a last word");
         assert_eq!(last, ServerMessage::Closing);
         assert!(data.is_over());
         assert!(process.child.wait().expect("it ends").success());
@@ -203,7 +204,7 @@ fn sighup_takes_renewed_certificates() {
     let pki = Pki::new();
     let process = Process::start(&pki, &["--memory", "4MiB"]);
     let serial = || {
-        let channel = crate::client::channel(process.address, &pki.client).expect("TLS stands");
+        let channel = client::channel(process.address, &pki.client).expect("TLS stands");
         channel.peer_certificates()[0].to_vec()
     };
     let before = serial();
@@ -253,12 +254,12 @@ fn a_ca_is_replaced_while_clients_are_at_work() {
     // A client of either CA: whether the server lets it in.
     let admitted = |client: &Pki, trusted: &Pki| {
         let (client, trusted) = (&client.client, &trusted.server);
-        let Ok(mut channel) = crate::client::channel_under(process.address, client, trusted) else {
+        let Ok(mut channel) = client::channel_under(process.address, client, trusted) else {
             return false;
         };
-        let hello = crate::client::hello(vm(9), 9);
-        let sent = channel.send(&hello, Instant::now() + crate::client::PATIENCE);
-        sent.is_ok() && crate::client::receive(&mut channel).is_ok()
+        let hello = client::hello(vm(9), 9);
+        let sent = channel.send(&hello, Instant::now() + client::PATIENCE);
+        sent.is_ok() && client::receive(&mut channel).is_ok()
     };
     eventually("the new CA counts too", || admitted(&new, &old));
     assert!(admitted(&old, &old));

@@ -5,10 +5,6 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use crate::client::{
-    Client, Data, PATIENCE, Pki, SLAB, channel, eventually, extent, hello, is_over, metric, scrape,
-    server, vm,
-};
 use outram_memserver::Server;
 use outram_wire::server::channel::{Channel, ChannelError};
 use outram_wire::server::control::MAX_CLIENT_FRAME_BYTES;
@@ -19,6 +15,11 @@ use outram_wire::server::{
 use outram_wire::tls::{self, Kind};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, RootCertStore};
+
+use crate::client::{
+    self, Client, Data, PATIENCE, Pki, SLAB, channel, eventually, extent, hello, is_over, metric,
+    scrape, server, vm,
+};
 
 /// A server with metrics, and a client of it that must not notice anything.
 struct House {
@@ -113,7 +114,7 @@ fn shake_hands(address: SocketAddr, config: ClientConfig) -> Option<ChannelError
     };
     // In TLS 1.3 the server's verdict on a client comes after the client's handshake is over.
     let _ = channel.send(&hello(vm(9), 9), deadline);
-    crate::client::receive(&mut channel).err()
+    client::receive(&mut channel).err()
 }
 
 fn unchecked(
@@ -211,7 +212,7 @@ fn hellos_of_another_version_are_refused() {
     channel
         .send(&ClientMessage::Hello(later), deadline)
         .expect("sent");
-    let answer = crate::client::receive(&mut channel).expect("an answer");
+    let answer = client::receive(&mut channel).expect("an answer");
     let version = Refusal::Version { min: 1, max: 2 };
     assert_eq!(answer, ServerMessage::Refused(version));
     house.stands();
@@ -271,7 +272,7 @@ fn messages_out_of_place_are_refused() {
         request: Request::Lease,
     };
     early.send(&request, deadline).expect("sent");
-    let answer = crate::client::receive(&mut early).expect("an answer");
+    let answer = client::receive(&mut early).expect("an answer");
     let misplaced = |answer| matches!(answer, ServerMessage::Refused(Refusal::Unexpected { .. }));
     assert!(misplaced(answer));
     let mut twice = Client::connect(house.address(), &house.pki.client, vm(2), 2).expect("in");
@@ -280,7 +281,7 @@ fn messages_out_of_place_are_refused() {
         .send(&hello(vm(3), 3), deadline)
         .expect("sent");
     assert!(misplaced(
-        crate::client::receive(&mut twice.channel).expect("an answer")
+        client::receive(&mut twice.channel).expect("an answer")
     ));
     house.stands();
 }

@@ -1,7 +1,6 @@
 //! Two tenants of one server: a certificate gives no view of another's slabs, names or sizes, and no
 //! say over them.
 
-use crate::client::{Client, Data, Pki, SLAB, extent, server, vm};
 use outram_memserver::Server;
 use outram_wire::pki::Issued;
 use outram_wire::server::data::{Op, Status};
@@ -10,6 +9,8 @@ use outram_wire::server::{
     SlabId,
 };
 use outram_wire::tls::Kind;
+
+use crate::client::{Client, Data, Pki, SLAB, extent, server, vm};
 
 /// A tenant at work, and the certificate of another under the same CA.
 struct Street {
