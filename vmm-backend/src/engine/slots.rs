@@ -62,6 +62,8 @@ struct Group {
     slabs: Vec<SlabRef>,
     /// A set bit is a free slot.
     free: Vec<u64>,
+    /// No word before this one has a set bit.
+    first_free: usize,
     slots: u32,
     used: u32,
     /// A server wants its slab back, or a copy is lost: nothing new is placed in it.
@@ -78,6 +80,7 @@ impl Group {
         Self {
             slabs: slabs.to_vec(),
             free,
+            first_free: 0,
             slots,
             used: 0,
             vacating: false,
@@ -96,8 +99,10 @@ impl Group {
     }
 
     fn take(&mut self) -> Option<u32> {
-        let word = self.free.iter().position(|word| *word != 0)?;
-        let bit = self.free[word].trailing_zeros();
+        let rest = self.free[self.first_free..].iter();
+        let word = self.first_free + rest.take_while(|word| **word == 0).count();
+        self.first_free = word;
+        let bit = self.free.get(word)?.trailing_zeros();
         self.free[word] &= !(1 << bit);
         self.used += 1;
         Some(word as u32 * 64 + bit)
@@ -107,6 +112,7 @@ impl Group {
         let (word, bit) = (index as usize / 64, 1u64 << (index % 64));
         assert!(self.free[word] & bit == 0, "slot {index} freed twice");
         self.free[word] |= bit;
+        self.first_free = self.first_free.min(word);
         self.used -= 1;
     }
 
@@ -310,22 +316,13 @@ impl SlotPool {
 
     /// Where a slot lies, within reach if any copy is; `None` where all of its slabs are gone.
     pub fn place(&self, slot: SlotId) -> Option<Place> {
-        let copies = self.copies(slot);
-        let mut near = copies.iter();
-        let near = near.find(|place| self.is_connected(place.slab.server));
-        near.or(copies.first()).copied()
-    }
-
-    /// Every place where a slot's bytes lie.
-    pub fn copies(&self, slot: SlotId) -> Vec<Place> {
         let inner = self.lock();
-        let group = inner.groups.get(slot.group as usize);
-        let slabs = group.and_then(Option::as_ref).map(|group| &group.slabs);
-        let place = |slab: &SlabRef| Place {
+        let slabs = &inner.groups.get(slot.group as usize)?.as_ref()?.slabs;
+        let near = slabs.iter().find(|slab| self.is_connected(slab.server));
+        near.or(slabs.first()).map(|slab| Place {
             slab: *slab,
             index: slot.index,
-        };
-        slabs.into_iter().flatten().map(place).collect()
+        })
     }
 
     /// Whether a slot's bytes can be relied upon now: a copy's server connected, its lease valid.
@@ -490,6 +487,13 @@ mod tests {
         pool
     }
 
+    /// The slabs in which a slot's bytes lie.
+    fn copies(pool: &SlotPool, slot: SlotId) -> Vec<SlabRef> {
+        let groups = pool.groups().into_iter();
+        let copies = groups.filter(|copy| copy.number == slot.group);
+        copies.map(|copy| copy.slab).collect()
+    }
+
     #[test]
     fn each_slot_is_handed_out_once() {
         let pool = pool(2, 70);
@@ -497,6 +501,16 @@ mod tests {
         assert_eq!(taken.len(), 140);
         assert!(taken.iter().all(|slot| slot.index < 70));
         assert_eq!(pool.room(&|_| true), 0);
+    }
+
+    #[test]
+    fn a_slot_put_back_is_handed_out_again_wherever_it_lies() {
+        let pool = pool(1, 300);
+        let slots = pool.allocate(300, &|_| true);
+        for again in [299, 0, 130, 64] {
+            pool.free(slots[again]);
+            assert_eq!(pool.allocate(2, &|_| true), [slots[again]]);
+        }
     }
 
     #[test]
@@ -578,15 +592,14 @@ mod tests {
         after.restore(&before.groups(), before.next_group());
         assert!(after.claim(slot));
         for pool in [&before, &after] {
-            let slabs: Vec<_> = pool.copies(slot).iter().map(|copy| copy.slab).collect();
-            assert_eq!(slabs, [SLAB, other]);
+            assert_eq!(copies(pool, slot), [SLAB, other]);
             pool.set_connected(0, false);
             pool.set_connected(1, true);
             assert_eq!(pool.place(slot).map(|place| place.slab), Some(other));
             assert!(pool.is_safe(slot));
             let forgotten = pool.forget(&[SLAB]);
             assert_eq!((forgotten.lost.len(), forgotten.degraded), (0, vec![0]));
-            assert_eq!(pool.copies(slot).len(), 1);
+            assert_eq!(copies(pool, slot), [other]);
             assert!(pool.is_vacating(slot) && pool.allocate(1, &|_| true).is_empty());
             assert_eq!(pool.forget(&[other]).lost, HashSet::from([0]));
             assert_eq!(pool.place(slot), None);
