@@ -22,9 +22,9 @@ cargo build --workspace || give_up "the workspace does not build"
 
 status=0
 echo "soak: $OUTRAM_SOAK_KILLS kills of a backend"
-cargo test -p outram-tests --test pager -- a_backend_killed_again_and_again 2>&1 | tee -a "$log" || status=1
+cargo test --workspace --test pager -- a_backend_killed_again_and_again 2>&1 | tee -a "$log" || status=1
 echo "soak: $seconds s of simulation"
-OUTRAM_SIM_SECONDS=$seconds cargo test -p outram-backend --test simulation -- \
+OUTRAM_SIM_SECONDS=$seconds cargo test --workspace --test simulation -- \
   --nocapture invariants_hold 2>&1 | tee -a "$log" || status=1
 
 echo

