@@ -5,17 +5,20 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use outram_tests::hermetic::huge_pages::HugePages;
 use outram_tests::hermetic::server::MemServer;
 use outram_tests::lab_guest::KERNEL_DOES_IT;
 use outram_wire::control::{Phase, Status};
+use outram_wire::units::PageSize;
 use serde_json::json;
 
 use crate::at_hand::AtHand;
 use crate::soft_roce::{SoftRoce, without_library};
-use outram_tests::small_lab::{Guest, Lab, PAGE, Wish, demand_sound, halt};
+use outram_tests::small_lab::{Guest, LEAST_HUGE, Lab, PAGE, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ONE_SIDED,
+    ("huge_pages_go_past_the_servers_process", huge_pages),
     ("a_server_that_dies_is_noticed_over_rdma", server_dies),
     ("a_backend_killed_over_rdma_is_taken_over", backend_dies),
     ("what_the_address_says_is_kept_to", addresses),
@@ -74,7 +77,12 @@ pub(crate) fn demand_transport(guest: &Guest, wanted: &str) -> Result<()> {
 
 /// Reads all pages that were filled, a few at a time: each command has its own time.
 pub(crate) fn verify_all(guest: &mut Guest) -> Result<()> {
-    (0..FILLED)
+    verify_first(guest, FILLED)
+}
+
+/// The same of the first so many thousands.
+fn verify_first(guest: &mut Guest, pages: u64) -> Result<()> {
+    (0..pages)
         .step_by(1000)
         .try_for_each(|page| guest.verify(page, 1000))
 }
@@ -193,6 +201,45 @@ fn one_sided(lab: &Lab) -> Result<()> {
         println!("pages_go_past_the_servers_process: {line}");
     }
     far.end(&[&server])
+}
+
+/// Pages of 2 MiB are written and read by the device too, and after their backend was killed as well.
+fn huge_pages(lab: &Lab) -> Result<()> {
+    const RAM_MIB: u64 = 96;
+    const FILLED: u64 = 24_000;
+    let _device = SoftRoce::on_loopback()?;
+    let _pool = HugePages::add((RAM_MIB << 20) / PageSize::HUGE.bytes())?;
+    let server = lab.server_of(4 << 20, &["--memory", "1GiB"])?;
+    let wish = Wish {
+        ram_mib: &[RAM_MIB],
+        limit: LEAST_HUGE,
+        servers: &[&server.address],
+        huge: Some(false),
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    demand_transport(&guest, "RDMA (rxe0)")?;
+    guest.fill(0, FILLED)?;
+    guest.settle()?;
+    verify_first(&mut guest, FILLED)?;
+    let counters = guest.status()?.counters;
+    ensure!(
+        counters.faults_remote > 0 && counters.writeback_pages > 0,
+        "{counters:?}"
+    );
+    ensure!(
+        server.metric(REQUESTS)? == 0,
+        "the server's process served requests"
+    );
+    guest.kill_backend()?;
+    guest.take_over(lab, &wish)?;
+    guest.wait_status("pages to go over RDMA again", |status| {
+        transport(status) == "RDMA (rxe0)"
+    })?;
+    verify_first(&mut guest, FILLED)?;
+    let counters = guest.status()?.counters;
+    ensure!(counters.faults_remote > 0, "{counters:?}");
+    guest.end(&[&server])
 }
 
 /// What a dead server had is lost, and never answered; what needs none of it goes on.
