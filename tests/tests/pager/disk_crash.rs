@@ -157,10 +157,12 @@ fn within(lab: &Lab) -> Result<()> {
             let again = guest.vmm.send(json!({"do": "disk-again"}))?;
             std::thread::sleep(Duration::from_micros(attempt * 3700 + round * 1900));
             guest.kill_backend()?;
+            // Before they are waited for: a vCPU that has the rings may wait in a fault, and whoever tells the
+            // rings waits for it.
+            guest.take_over(lab, &wish)?;
             for id in [connect, again] {
                 let _ = guest.vmm.wait(id, LONG);
             }
-            guest.take_over(lab, &wish)?;
         }
         disk_again(&mut guest)?;
     }
