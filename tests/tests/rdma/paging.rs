@@ -206,7 +206,7 @@ fn one_sided(lab: &Lab) -> Result<()> {
 /// Pages of 2 MiB are written and read by the device too, and after their backend was killed as well.
 fn huge_pages(lab: &Lab) -> Result<()> {
     const RAM_MIB: u64 = 96;
-    const FILLED: u64 = 24_000;
+    const PAGES: u64 = 24_000;
     let _device = SoftRoce::on_loopback()?;
     let _pool = HugePages::add((RAM_MIB << 20) / PageSize::HUGE.bytes())?;
     let server = lab.server_of(4 << 20, &["--memory", "1GiB"])?;
@@ -219,9 +219,9 @@ fn huge_pages(lab: &Lab) -> Result<()> {
     };
     let mut guest = Guest::start(lab, &wish)?;
     demand_transport(&guest, "RDMA (rxe0)")?;
-    guest.fill(0, FILLED)?;
+    guest.fill(0, PAGES)?;
     guest.settle()?;
-    verify_first(&mut guest, FILLED)?;
+    verify_first(&mut guest, PAGES)?;
     let counters = guest.status()?.counters;
     ensure!(
         counters.faults_remote > 0 && counters.writeback_pages > 0,
@@ -236,7 +236,7 @@ fn huge_pages(lab: &Lab) -> Result<()> {
     guest.wait_status("pages to go over RDMA again", |status| {
         transport(status) == "RDMA (rxe0)"
     })?;
-    verify_first(&mut guest, FILLED)?;
+    verify_first(&mut guest, PAGES)?;
     let counters = guest.status()?.counters;
     ensure!(counters.faults_remote > 0, "{counters:?}");
     guest.end(&[&server])

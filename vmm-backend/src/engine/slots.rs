@@ -132,6 +132,11 @@ struct Groups {
 }
 
 impl Groups {
+    /// The group of a slot, unless its slabs are gone.
+    fn of(&self, slot: SlotId) -> Option<&Group> {
+        self.groups.get(slot.group as usize)?.as_ref()
+    }
+
     fn used(&self) -> u64 {
         let groups = self.groups.iter().flatten();
         groups.map(|group| u64::from(group.used)).sum()
@@ -317,7 +322,7 @@ impl SlotPool {
     /// Where a slot lies, within reach if any copy is; `None` where all of its slabs are gone.
     pub fn place(&self, slot: SlotId) -> Option<Place> {
         let inner = self.lock();
-        let slabs = &inner.groups.get(slot.group as usize)?.as_ref()?.slabs;
+        let slabs = &inner.of(slot)?.slabs;
         let near = slabs.iter().find(|slab| self.is_connected(slab.server));
         near.or(slabs.first()).map(|slab| Place {
             slab: *slab,
@@ -328,8 +333,7 @@ impl SlotPool {
     /// Every place where a slot's bytes lie.
     pub fn copies(&self, slot: SlotId) -> Vec<Place> {
         let inner = self.lock();
-        let group = inner.groups.get(slot.group as usize);
-        let slabs = group.and_then(Option::as_ref).map(|group| &group.slabs);
+        let slabs = inner.of(slot).map(|group| &group.slabs);
         let place = |slab: &SlabRef| Place {
             slab: *slab,
             index: slot.index,
@@ -340,11 +344,9 @@ impl SlotPool {
     /// Whether a slot's bytes can be relied upon now: a copy's server connected, its lease valid.
     pub fn is_safe(&self, slot: SlotId) -> bool {
         let inner = self.lock();
-        let group = inner
-            .groups
-            .get(slot.group as usize)
-            .and_then(Option::as_ref);
-        group.is_some_and(|group| !group.vacating && self.reaches_one(group))
+        inner
+            .of(slot)
+            .is_some_and(|group| !group.vacating && self.reaches_one(group))
     }
 
     /// Slots free on connected servers that `may_take` more.
@@ -399,11 +401,7 @@ impl SlotPool {
     /// Whether a slot's server wants its slab back.
     pub fn is_vacating(&self, slot: SlotId) -> bool {
         let inner = self.lock();
-        let group = inner
-            .groups
-            .get(slot.group as usize)
-            .and_then(Option::as_ref);
-        group.is_some_and(|group| group.vacating)
+        inner.of(slot).is_some_and(|group| group.vacating)
     }
 
     /// Slabs leased and pages in them, of one server.
