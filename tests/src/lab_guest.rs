@@ -84,10 +84,10 @@ impl LabGuest {
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
     /// Its script was not reached.
-    #[error("the lab guest had not booted after {0:?}")]
+    #[error("the lab guest had not booted after {0:.0?}")]
     NotBooted(Duration),
     /// Its script was, and nothing was heard of it any more.
-    #[error("the lab guest stood still for {0:?}")]
+    #[error("the lab guest stood still for {0:.0?}")]
     StoodStill(Duration),
     /// QEMU, as it ended.
     #[error("the lab guest's QEMU ended with {0}")]
@@ -170,6 +170,7 @@ impl LabGuest {
         let console = share.join("console");
         let line = format!("file,id=line,path={}", console.display());
         let mut guest = Running(self.start(images, share, &line, Stdio::null(), cable)?);
+        let said = || String::from_utf8_lossy(&fs::read(&console).unwrap_or_default()).into_owned();
         let (mut beat, mut heard) = (String::new(), Instant::now());
         let outcome = wait_for("the lab guest to end", limit, || {
             if self.boot == Boot::Plain {
@@ -177,11 +178,12 @@ impl LabGuest {
                 if now != beat {
                     (beat, heard) = (now, Instant::now());
                 }
-                if heard.elapsed() > SILENCE {
+                let silent = heard.elapsed();
+                if silent > SILENCE || silent > EXPLAINED && kernel_failure(&said()).is_some() {
                     let has_begun = share.join(BEGAN).exists();
                     bail!(match has_begun {
-                        true => Fault::StoodStill(SILENCE),
-                        false => Fault::NotBooted(SILENCE),
+                        true => Fault::StoodStill(silent),
+                        false => Fault::NotBooted(silent),
                     });
                 }
             }
@@ -191,7 +193,7 @@ impl LabGuest {
             true => status(share),
             false => bail!(Fault::Emulator(ended)),
         });
-        let said = String::from_utf8_lossy(&fs::read(&console).unwrap_or_default()).into_owned();
+        let said = said();
         match outcome {
             Ok(0) => Ok(said),
             Ok(status) => bail!("the script ended with status {status}: {said}"),
@@ -368,6 +370,9 @@ const ALIVE: &str = "alive";
 
 /// Longest until either: a few seconds on a machine that has time.
 const SILENCE: Duration = Duration::from_secs(300);
+
+/// The same where the guest's kernel has said what is the matter. A processor that stands still may yet go on.
+const EXPLAINED: Duration = Duration::from_secs(100);
 
 /// What is known of an earlier script is not so of the next.
 fn forget_status(share: &Path) -> Result<()> {
