@@ -14,6 +14,8 @@ use super::PageSize;
 pub struct Budget {
     /// Pages kept free ahead of need, at least and at most.
     reserve: RangeInclusive<u64>,
+    /// Of how many pages of the limit one of them is, in between.
+    of_pages: u64,
     limit: AtomicU64,
     used: AtomicU64,
     evicting: AtomicU64,
@@ -21,8 +23,9 @@ pub struct Budget {
     waiting_for_pool: AtomicU64,
 }
 
-/// The reserve at least: two runs, or two pages where these are larger.
-const RESERVE_LEAST_BYTES: u64 = 512 << 10;
+/// The reserve at least: four runs, or two pages where these are larger. With half as much, a guest that reads
+/// in order too often finds no room for all that is fetched ahead of it.
+const RESERVE_LEAST_BYTES: u64 = 1 << 20;
 /// The reserve at most.
 const RESERVE_MOST_BYTES: u64 = 32 << 20;
 
@@ -32,6 +35,8 @@ impl Budget {
         let least = size.pages_in(RESERVE_LEAST_BYTES, 2);
         Self {
             reserve: least..=size.pages_in(RESERVE_MOST_BYTES, least),
+            // What is reserved is missed. A huge page ahead of need takes far more of it than a window of others.
+            of_pages: if size.is_huge() { 16 } else { 64 },
             limit: AtomicU64::new(limit),
             used: AtomicU64::new(0),
             evicting: AtomicU64::new(0),
@@ -41,10 +46,10 @@ impl Budget {
     }
 
     /// Pages kept free ahead of need: large enough that faults in a burst find room, small beside
-    /// the limit. A sixteenth of it, within bounds.
+    /// the limit.
     fn reserve_of(&self, limit: u64) -> u64 {
         let least = (*self.reserve.start()).min(limit / 2);
-        (limit / 16).clamp(least, *self.reserve.end())
+        (limit / self.of_pages).clamp(least, *self.reserve.end())
     }
 
     /// Changes the limit. Shards evict down to it on their own.
@@ -181,12 +186,12 @@ mod tests {
 
     #[test]
     fn eviction_starts_at_the_high_and_ends_at_the_low_watermark() {
-        let budget = Budget::new(3200, PageSize::BASE);
-        budget.force(3100);
+        let budget = Budget::new(64_000, PageSize::BASE);
+        budget.force(63_500);
         assert_eq!(budget.shortage(), 0);
         budget.force(1);
-        assert_eq!(budget.shortage(), 101);
-        budget.start_evicting(101);
+        assert_eq!(budget.shortage(), 501);
+        budget.start_evicting(501);
         assert_eq!(budget.shortage(), 0);
     }
 
@@ -194,8 +199,8 @@ mod tests {
     fn a_lowered_limit_makes_a_shortage_at_once() {
         let budget = Budget::new(1000, PageSize::BASE);
         budget.force(900);
-        budget.set_limit(320);
-        assert_eq!(budget.shortage(), 900 - (320 - 128));
+        budget.set_limit(640);
+        assert_eq!(budget.shortage(), 900 - (640 - 256));
     }
 
     #[test]
