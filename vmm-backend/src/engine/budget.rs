@@ -214,6 +214,15 @@ mod tests {
     }
 
     #[test]
+    fn large_pages_ahead_of_need_have_a_larger_share() {
+        let [base, huge] = [PageSize::BASE, PageSize::HUGE].map(|size| Budget::new(64_000, size));
+        assert_eq!(base.spare(), 64_000 - 1000 / 4);
+        assert_eq!(Budget::new(160, PageSize::HUGE).spare(), 160 - 3);
+        // The most that it may be.
+        assert_eq!(huge.spare(), 64_000 - 16 / 4);
+    }
+
+    #[test]
     fn an_empty_pool_is_a_shortage_below_the_limit() {
         let budget = Budget::new(100, PageSize::HUGE);
         budget.force(10);
