@@ -125,6 +125,9 @@ fn no_verdict(error: &anyhow::Error) -> Option<&Fault> {
 /// How a test program sums up where tests failed.
 const FAILED: &str = "test result: FAILED";
 
+/// Begins the line in which a script says why it ends with a status other than 0.
+const REASON: &str = "FAILED: ";
+
 /// Says why the guest's own kernel failed, if it did. Lines of its console begin with the time; those of
 /// other kernels, which a script may show, do not: they are indented.
 fn kernel_failure(said: &str) -> Option<&str> {
@@ -196,7 +199,12 @@ impl LabGuest {
         let said = said();
         match outcome {
             Ok(0) => Ok(said),
-            Ok(status) => bail!("the script ended with status {status}: {said}"),
+            Ok(status) => {
+                // First, for records of such runs are cut short.
+                let reason = said.lines().find(|line| line.starts_with(REASON));
+                let reason = reason.unwrap_or_default().trim_end();
+                bail!("the script ended with status {status}: {reason}\nit said: {said}")
+            }
             Err(error) => {
                 let failure = kernel_failure(&said).map(|line| Fault::Kernel(line.to_owned()));
                 let error = error.context(format!("it said so far: {said}"));

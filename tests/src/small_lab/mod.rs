@@ -39,7 +39,7 @@ pub const LEAST_HUGE: u64 = 64 << 20;
 pub const SLAB: u64 = 1 << 20;
 
 /// Long enough for anything that works at all on a loaded machine.
-pub const LONG: Duration = Duration::from_secs(60);
+pub const LONG: Duration = Duration::from_secs(180);
 
 /// In which nothing may happen, where nothing is to happen.
 pub const WHILE: Duration = Duration::from_millis(700);

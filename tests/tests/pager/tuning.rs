@@ -34,6 +34,7 @@ const REQUESTS: u64 = 5;
 /// Asks for the sixth page of each of some blocks that lie on the server, `first` the first of them, and
 /// demands that so many pages of each are there then.
 fn ask_for_some(guest: &mut Guest, first: u64, expected: u64) -> Result<()> {
+    guest.settle()?;
     let mut blocks = Vec::new();
     for block in (first..FILLED / BLOCK).step_by(STEP as usize) {
         if guest.present(block * BLOCK, BLOCK)? == 0 {
@@ -67,7 +68,6 @@ fn together(lab: &Lab) -> Result<()> {
     };
     let mut guest = filled(lab, &wish)?;
     guest.squeeze()?;
-    guest.settle()?;
     ensure!(guest.status()?.granularity_bytes == Some(4096));
     guest.set_granularity("64KiB".parse()?)?;
     ensure!(guest.status()?.granularity_bytes == Some(65536));
@@ -75,6 +75,8 @@ fn together(lab: &Lab) -> Result<()> {
     guest.kill_backend()?;
     guest.take_over(lab, &wish)?;
     ensure!(guest.status()?.granularity_bytes == Some(65536));
+    // Where a page has to wait for a connection first, none comes with it: now each shard has one.
+    guest.verify(0, FILLED)?;
     ask_for_some(&mut guest, 5, BLOCK)?;
     guest.set_granularity("4KiB".parse()?)?;
     ask_for_some(&mut guest, 10, 1)?;
