@@ -410,7 +410,6 @@ fn swapped(lab: &Lab, form: &Form) -> Result<()> {
         tell("nbd swap", *ratio, took, moved, "");
     }
     group.set_limit((2 * RAM_MIB) << 20)?;
-    // Whether the kernel keeps what it swaps is not for us to show.
     console.send("poweroff")?;
     guest.wait_state("shut off", LONG)?;
     run("swapoff", &[device])?;
@@ -453,6 +452,11 @@ impl Visits {
         let began = Instant::now();
         let report = console.ask(&format!("work {seconds}"), "WORKED", LONG)?;
         let took = began.elapsed().as_secs_f64();
+        ensure!(
+            report.get("mismatches")? == 0,
+            "memory came back wrong: {}",
+            report.line
+        );
         let before = std::mem::replace(&mut self.0, report.get("checked")?);
         Ok((self.0 - before, took))
     }
