@@ -187,7 +187,7 @@ second=$(pager)
 step "all of the backend is killed: systemd starts it again"
 systemctl kill --signal=KILL "$unit"
 again() { now=$(pager) && [ -n "$now" ] && [ "$now" != "$second" ]; }
-within 60 again
+within 300 again
 has "its status" "$(outram status lab)" "taken over"
 has "its status" "$(outram status lab)" "serving"
 within 180 over_rdma
@@ -212,7 +212,7 @@ timeout 300 virsh destroy lab
 ended() { # its unit and process are gone
   ! systemctl is-active -q "$unit" && [ ! -d "/proc/$backend" ]
 }
-within 120 ended
+within 300 ended
 [ ! -e "/run/outram/$uuid" ] || fail "the run directory stays: $(ls "/run/outram/$uuid")"
 grep -a CHECKER /var/log/libvirt/qemu/lab-console.log
 # The last line may have been cut off by the guest's end.
@@ -222,17 +222,17 @@ outram detach lab
 step "a guest that started without AppArmor's rules is attached once they are there"
 mv $rules /tmp/rules
 timeout 900 virsh start lab
-if timeout 300 outram attach lab --live --local-ratio 0.5 --server 127.0.0.1 2>/tmp/refused; then
+if timeout 900 outram attach lab --live --local-ratio 0.5 --server 127.0.0.1 2>/tmp/refused; then
   fail "it was attached without the rules"
 fi
 has "the refusal" "$(cat /tmp/refused)" "outram setup"
 /usr/bin/outram setup >/dev/null
-timeout 300 outram attach lab --live --local-ratio 0.5 --server 127.0.0.1
+timeout 900 outram attach lab --live --local-ratio 0.5 --server 127.0.0.1
 has "QEMU's profile" "$(cat /proc/"$(cat /run/libvirt/qemu/lab.pid)"/attr/current)" "libvirt-$uuid (enforce)"
 has "its status" "$(outram status lab)" "serving"
 backend=$(systemctl show -P MainPID "$unit")
 timeout 300 virsh destroy lab
-within 120 ended
+within 300 ended
 if denials; then fail "AppArmor has denied something"; fi
 virsh undefine lab
 
