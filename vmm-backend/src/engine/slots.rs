@@ -8,11 +8,15 @@
 //! Pages are placed in the fullest group that has room, so that sparse ones empty out and can be
 //! given back.
 
-use std::collections::HashSet;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use super::SlotId;
+
+/// Groups that a guest may have had ever: an entry of the page table has 24 bits for a group's number.
+pub const MOST_GROUPS: u32 = 1 << 24;
 
 /// A server in its configured order.
 pub type ServerIndex = usize;
@@ -127,27 +131,27 @@ impl Group {
 
 #[derive(Debug, Default)]
 struct Groups {
-    groups: Vec<Option<Group>>,
+    /// Those there are, by number: a guest that gives memory back and takes more has had far more of them.
+    groups: BTreeMap<u32, Group>,
+    /// The next one's number. None is used again: a slot of a slab that is gone stays known as such.
+    next: u32,
     releasable: Vec<SlabRef>,
 }
 
 impl Groups {
     /// The group of a slot, unless its slabs are gone.
     fn of(&self, slot: SlotId) -> Option<&Group> {
-        self.groups.get(slot.group as usize)?.as_ref()
+        self.groups.get(&slot.group)
     }
 
     fn used(&self) -> u64 {
-        let groups = self.groups.iter().flatten();
+        let groups = self.groups.values();
         groups.map(|group| u64::from(group.used)).sum()
     }
 
     fn room(&self) -> u64 {
-        self.groups
-            .iter()
-            .flatten()
-            .map(|group| u64::from(group.room()))
-            .sum()
+        let groups = self.groups.values();
+        groups.map(|group| u64::from(group.room())).sum()
     }
 }
 
@@ -194,7 +198,8 @@ impl SlotPool {
         self.connected[server].load(Ordering::Acquire)
     }
 
-    /// Adds a leased slab of `slots` pages, a group by itself.
+    /// Adds a leased slab of `slots` pages, a group by itself. There must be a number left for it: see
+    /// [`SlotPool::next_group`].
     pub fn add_slab(&self, slab: SlabRef, slots: u32) {
         self.add_group(&[slab], slots);
     }
@@ -202,19 +207,19 @@ impl SlotPool {
     /// Adds a group of leased slabs of `slots` pages each, every one of them a copy.
     pub fn add_group(&self, slabs: &[SlabRef], slots: u32) {
         let mut inner = self.lock();
-        // A group's number is never used again: a slot of a slab that is gone stays known as such.
-        inner.groups.push(Some(Group::new(slabs, slots)));
+        let number = inner.next;
+        assert!(number < MOST_GROUPS, "no number is left for a group");
+        inner.groups.insert(number, Group::new(slabs, slots));
+        inner.next += 1;
     }
 
     /// The groups there are, copy by copy. With [`SlotPool::restore`] slots of the table mean the same
     /// again in another process.
     pub fn groups(&self) -> Vec<GroupPlace> {
         let inner = self.lock();
-        let groups = (0..).zip(&inner.groups);
-        let copies = groups.filter_map(|(number, group)| Some((number, group.as_ref()?)));
-        let places = copies.flat_map(|(number, group)| {
-            group.slabs.iter().map(move |slab| GroupPlace {
-                number,
+        let places = inner.groups.iter().flat_map(|(number, group)| {
+            group.slabs.iter().map(|slab| GroupPlace {
+                number: *number,
                 slab: *slab,
                 slots: group.slots,
             })
@@ -222,9 +227,9 @@ impl SlotPool {
         places.collect()
     }
 
-    /// The number that the next slab's group gets.
+    /// The number that the next slab's group gets; [`MOST_GROUPS`] where none is left.
     pub fn next_group(&self) -> u32 {
-        self.lock().groups.len() as u32
+        self.lock().next
     }
 
     /// Groups of a former process, all of their slots free. Into an empty pool; no later group gets
@@ -232,12 +237,13 @@ impl SlotPool {
     pub fn restore(&self, places: &[GroupPlace], next: u32) {
         let mut inner = self.lock();
         let numbers = places.iter().map(|place| place.number + 1);
-        let length = numbers.fold(next, u32::max) as usize;
-        inner.groups.resize_with(length, || None);
+        inner.next = numbers.fold(next, u32::max);
         for place in places {
-            match &mut inner.groups[place.number as usize] {
-                Some(group) => group.slabs.push(place.slab),
-                none => *none = Some(Group::new(&[place.slab], place.slots)),
+            match inner.groups.entry(place.number) {
+                Entry::Occupied(group) => group.into_mut().slabs.push(place.slab),
+                Entry::Vacant(none) => {
+                    none.insert(Group::new(&[place.slab], place.slots));
+                }
             }
         }
     }
@@ -245,15 +251,13 @@ impl SlotPool {
     /// Takes the slot that a page of a former process has; false where it is not to be had.
     pub fn claim(&self, slot: SlotId) -> bool {
         let mut inner = self.lock();
-        let group = inner.groups.get_mut(slot.group as usize);
-        group.is_some_and(|group| group.as_mut().is_some_and(|group| group.claim(slot.index)))
+        let group = inner.groups.get_mut(&slot.group);
+        group.is_some_and(|group| group.claim(slot.index))
     }
 
     /// Forgets restored groups in which no slot was claimed.
     pub fn forget_unclaimed(&self) {
-        for group in &mut self.lock().groups {
-            group.take_if(|group| group.used == 0);
-        }
+        self.lock().groups.retain(|_, group| group.used > 0);
     }
 
     /// Takes up to `count` slots on connected servers that `may_take` more.
@@ -264,17 +268,15 @@ impl SlotPool {
             let fullest = inner
                 .groups
                 .iter_mut()
-                .enumerate()
-                .filter_map(|(number, group)| Some((number, group.as_mut()?)))
                 .filter(|(_, group)| group.room() > 0 && self.takes_more(group, may_take))
                 .min_by_key(|(_, group)| group.room());
-            let Some((number, group)) = fullest else {
+            let Some((&number, group)) = fullest else {
                 break;
             };
             while taken.len() < count {
                 let Some(index) = group.take() else { break };
                 taken.push(SlotId {
-                    group: number as u32,
+                    group: number,
                     index,
                 });
             }
@@ -285,7 +287,7 @@ impl SlotPool {
     /// Frees a slot. A slab that becomes empty while others have room is queued for release.
     pub fn free(&self, slot: SlotId) {
         let mut inner = self.lock();
-        let Some(Some(group)) = inner.groups.get_mut(slot.group as usize) else {
+        let Some(group) = inner.groups.get_mut(&slot.group) else {
             // Its slab was lost meanwhile, and the slot with it.
             return;
         };
@@ -294,7 +296,7 @@ impl SlotPool {
         // One empty slab is kept against lease traffic back and forth.
         if empty
             && (vacating || inner.room() >= 2 * size)
-            && let Some(group) = inner.groups[slot.group as usize].take()
+            && let Some(group) = inner.groups.remove(&slot.group)
         {
             inner.releasable.extend(group.slabs);
         }
@@ -352,7 +354,7 @@ impl SlotPool {
     /// Slots free on connected servers that `may_take` more.
     pub fn room(&self, may_take: &dyn Fn(ServerIndex) -> bool) -> u64 {
         let inner = self.lock();
-        let groups = inner.groups.iter().flatten();
+        let groups = inner.groups.values();
         groups
             .filter(|group| self.takes_more(group, may_take))
             .map(|group| u64::from(group.room()))
@@ -364,18 +366,17 @@ impl SlotPool {
     pub fn forget(&self, gone: &[SlabRef]) -> Forgotten {
         let mut inner = self.lock();
         let mut forgotten = Forgotten::default();
-        for (number, entry) in inner.groups.iter_mut().enumerate() {
-            let Some(group) = entry else { continue };
+        inner.groups.retain(|number, group| {
             let copies = group.slabs.len();
             group.slabs.retain(|slab| !gone.contains(slab));
             if group.slabs.is_empty() {
-                *entry = None;
-                forgotten.lost.insert(number as u32);
+                forgotten.lost.insert(*number);
             } else if group.slabs.len() < copies {
                 group.vacating = true;
-                forgotten.degraded.push(number as u32);
+                forgotten.degraded.push(*number);
             }
-        }
+            !group.slabs.is_empty()
+        });
         forgotten
     }
 
@@ -383,19 +384,15 @@ impl SlotPool {
     /// slab is queued for release at once.
     pub fn vacate(&self, slab: SlabRef) -> Option<u32> {
         let mut inner = self.lock();
-        let number = inner.groups.iter().position(|group| {
-            group
-                .as_ref()
-                .is_some_and(|group| group.slabs.contains(&slab))
-        })?;
-        let group = inner.groups[number].as_mut()?;
+        let mut groups = inner.groups.iter_mut();
+        let (&number, group) = groups.find(|(_, group)| group.slabs.contains(&slab))?;
         group.vacating = true;
         if group.used == 0 {
-            let empty = inner.groups[number].take()?;
+            let empty = inner.groups.remove(&number)?;
             inner.releasable.extend(empty.slabs);
             return None;
         }
-        Some(number as u32)
+        Some(number)
     }
 
     /// Whether a slot's server wants its slab back.
@@ -409,8 +406,7 @@ impl SlotPool {
         let inner = self.lock();
         let groups = inner
             .groups
-            .iter()
-            .flatten()
+            .values()
             .filter(|group| group.slabs.iter().any(|slab| slab.server == server));
         groups.fold((0, 0), |(slabs, pages), group| {
             (slabs + 1, pages + u64::from(group.used))
@@ -536,6 +532,29 @@ mod tests {
         );
         slots[4..].iter().for_each(|slot| pool.free(*slot));
         assert_eq!(pool.drain_releasable().len(), 1);
+    }
+
+    #[test]
+    fn slabs_that_were_given_back_leave_nothing_but_their_numbers() {
+        let pool = pool(0, 4);
+        for slab in 0..10_000 {
+            pool.add_slab(SlabRef { server: 0, slab }, 4);
+            let slot = pool.allocate(1, &|_| true)[0];
+            assert!(pool.vacate(SlabRef { server: 0, slab }).is_some());
+            pool.free(slot);
+            assert_eq!(pool.drain_releasable().len(), 1);
+        }
+        assert_eq!((pool.lock().groups.len(), pool.next_group()), (0, 10_000));
+    }
+
+    #[test]
+    #[should_panic(expected = "no number is left")]
+    fn a_number_that_an_entry_has_no_bits_for_is_given_to_no_group() {
+        let pool = pool(0, 4);
+        pool.restore(&[], MOST_GROUPS - 1);
+        pool.add_slab(SLAB, 4);
+        assert_eq!(pool.next_group(), MOST_GROUPS);
+        pool.add_slab(SlabRef { server: 0, slab: 8 }, 4);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use super::state_dir::{StagingArea, StateError};
 use super::writer::{WriterEvent, forget_slabs};
 use crate::crash_points::{self, Point};
 use crate::engine::SharedRef;
-use crate::engine::slots::{GroupPlace, ServerIndex, SlabRef};
+use crate::engine::slots::{GroupPlace, MOST_GROUPS, ServerIndex, SlabRef};
 use crate::remote::{Session, SessionEvent};
 
 /// How often leases are checked and retired slots are given back.
@@ -172,6 +172,13 @@ impl Housekeeping {
             let reason = format!("its slabs of {} hold no page of {size}", format_size(bytes));
             tracing::warn!(server, %reason, "a memory server's slabs are of no use");
             self.notes.note_refusal(server, reason);
+            self.sessions[server].release_slab(id);
+            return self.writer.send(WriterEvent::LeaseRefused(server));
+        }
+        if self.shared.slots.next_group() >= MOST_GROUPS {
+            let reason = "this guest has had as many slabs as can be numbered: start it anew";
+            tracing::error!(server, reason, "a slab is given back");
+            self.notes.note_refusal(server, reason.to_owned());
             self.sessions[server].release_slab(id);
             return self.writer.send(WriterEvent::LeaseRefused(server));
         }

@@ -44,7 +44,7 @@ use crate::engine::ages::Ages;
 use crate::engine::compressed::CompressedPool;
 use crate::engine::recovery::recover_page;
 use crate::engine::seal::PageKey;
-use crate::engine::slots::{GroupPlace, SlabRef, SlotPool};
+use crate::engine::slots::{GroupPlace, MOST_GROUPS, SlabRef, SlotPool};
 use crate::engine::staging::StagingPool;
 use crate::engine::stats::Stats;
 use crate::engine::table::{PageTable, State, Words};
@@ -54,9 +54,6 @@ use crate::handover::{HandoverError, MemfdId, Powers, Vmm, Way};
 use crate::remote::{
     AddressError, Former, RemoteConfig, RemoteError, ServerAddress, Session, SessionEvent,
 };
-
-/// Groups' numbers have 24 bits.
-const MOST_GROUPS: u32 = 1 << 24;
 
 /// More userfaultfds than any backend asks for.
 const MOST_SHARDS: usize = 4096;
