@@ -1,6 +1,6 @@
 //! What a limit means in pages: for the guest's memory, for staging, and for the servers.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Mutex;
 
 use outram_wire::compressed_share::{CompressedShare, ShareError};
 use outram_wire::granularity::GranularityError;
@@ -198,36 +198,48 @@ pub(super) fn most_staging_pages(ram_bytes: u64, size: PageSize) -> u32 {
 
 /// Keeps the budget at the limit less what staging takes of it, also while staging shrinks.
 #[derive(Debug)]
-pub(super) struct BudgetRule {
-    limit_pages: AtomicU64,
-    ram_pages: AtomicU64,
+pub(super) struct BudgetRule(Mutex<Ruled>);
+
+#[derive(Clone, Copy, Debug)]
+struct Ruled {
+    limit_pages: u64,
+    ram_pages: u64,
+}
+
+impl Ruled {
+    fn apply(self, shared: &Shared) {
+        let staging = shared.staging.backed();
+        shared
+            .budget
+            .set_limit(budget_pages(self.limit_pages, self.ram_pages, staging));
+    }
 }
 
 impl BudgetRule {
     pub(super) fn new(limit_pages: u64, ram_pages: u64) -> Self {
-        Self {
-            limit_pages: limit_pages.into(),
-            ram_pages: ram_pages.into(),
-        }
+        Self(Mutex::new(Ruled {
+            limit_pages,
+            ram_pages,
+        }))
     }
 
     pub(super) fn limit_pages(&self) -> u64 {
-        self.limit_pages.load(Ordering::Relaxed)
+        lock(&self.0).limit_pages
     }
 
     pub(super) fn set(&self, shared: &Shared, limit_pages: u64, ram_pages: u64) {
-        self.limit_pages.store(limit_pages, Ordering::Relaxed);
-        self.ram_pages.store(ram_pages, Ordering::Relaxed);
-        self.apply(shared);
+        let mut ruled = lock(&self.0);
+        *ruled = Ruled {
+            limit_pages,
+            ram_pages,
+        };
+        ruled.apply(shared);
     }
 
-    /// To be called whenever slots were given back.
+    /// To be called whenever slots were given back. Under the lock: what it sets never comes behind, and
+    /// in place of, what a later [`BudgetRule::set`] does.
     pub(super) fn apply(&self, shared: &Shared) {
-        let staging = shared.staging.backed();
-        let ram_pages = self.ram_pages.load(Ordering::Relaxed);
-        shared
-            .budget
-            .set_limit(budget_pages(self.limit_pages(), ram_pages, staging));
+        lock(&self.0).apply(shared);
     }
 }
 

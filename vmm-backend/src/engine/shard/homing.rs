@@ -20,8 +20,8 @@ const SCAN_MOST: u32 = 16_384;
 pub(super) struct Homing {
     /// Next page to be looked at.
     next: PageIndex,
-    /// Whether every page of this pass was home when it was looked at.
-    clean: bool,
+    /// Whether every page of this pass was home when it was looked at, and none was evicted since.
+    pub(super) clean: bool,
     /// Pages asked for that may still be on their way.
     under_way: Vec<PageIndex>,
 }

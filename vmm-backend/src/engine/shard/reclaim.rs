@@ -135,6 +135,10 @@ impl<P: Ports> Shard<P> {
         assert!(run.has_ended(), "a run came back before its end");
         crash_points::pass(Point::EvictEnded);
         self.runs_out.retain(|(pages, _)| *pages != run.pages);
+        // What left had been found home, perhaps: only another pass can tell.
+        if let Some(homing) = &mut self.homing {
+            homing.clean = false;
+        }
         self.shared.budget.end_evicting(u64::from(run.pages.count));
         if run.fates.contains(&Fate::Stays) {
             self.shared.stats.failed_runs.count();

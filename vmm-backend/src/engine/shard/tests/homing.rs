@@ -48,6 +48,20 @@ fn a_run_in_work_is_waited_for() {
 }
 
 #[test]
+fn what_is_evicted_after_it_was_found_home_comes_home_again() {
+    let mut bench = Bench::new();
+    bench.touch(7, 1);
+    start(&mut bench);
+    assert!(bench.shard.is_home());
+    bench.evict_all();
+    assert!(!bench.shard.is_home(), "page 7 has left since");
+    assert!(bench.shard.has_more_to_bring());
+    start(&mut bench);
+    assert!(bench.shard.is_home());
+    assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
 fn a_page_given_back_on_its_way_is_not_waited_for() {
     let mut bench = Bench::new();
     bench.store_remotely(3, 1);
