@@ -309,6 +309,11 @@ impl StagingPool {
         }
     }
 
+    /// Whether a page holds its slot still, and it is not being written.
+    pub fn is_held(&self, ticket: Ticket) -> bool {
+        self.slots().uses[ticket.slot.0 as usize] == (Use::Held, ticket.turn)
+    }
+
     /// Claims a slot for a write; false where the page was taken back meanwhile: nothing to do.
     pub fn start_write(&self, ticket: Ticket) -> bool {
         let mut slots = self.slots();

@@ -26,6 +26,7 @@ use super::shard_thread::ShardEvent;
 use super::state_dir::StagingArea;
 use crate::crash_points::{self, Point};
 use crate::engine::slots::{Place, ServerIndex, SlabRef};
+use crate::engine::staging::StagingPool;
 use crate::engine::{PageSize, SharedRef, SlotId, StagedPage};
 use crate::remote::{DataConn, Extent, ExtentError, Session, SubmitError};
 
@@ -176,7 +177,10 @@ impl Writer {
 
     fn handle(&mut self, event: WriterEvent) {
         match event {
-            WriterEvent::Write(shard, page) => self.queue.push_back(Order { shard, page }),
+            WriterEvent::Write(shard, page) => {
+                tidy(&mut self.queue, &self.shared.staging);
+                self.queue.push_back(Order { shard, page });
+            }
             WriterEvent::Connection(server, conn) => {
                 self.drop_conn(server);
                 self.conns[server] = Some(conn);
@@ -486,6 +490,14 @@ impl Writer {
     }
 }
 
+/// Forgets pages that were taken back meanwhile, before they outnumber the others: while nothing can be
+/// written, a guest may have pages evicted and back for as long as it likes.
+fn tidy(queue: &mut VecDeque<Order>, staging: &StagingPool) {
+    if queue.len() > 2 * staging.capacity() as usize {
+        queue.retain(|order| staging.is_held(order.page.staging));
+    }
+}
+
 /// Puts those of a batch's pages that are not sealed yet into `sealed`, one after the other, as they may
 /// leave the host. A page that is sent again for the same generation is the same once more: its staging
 /// slot has not changed since.
@@ -523,5 +535,42 @@ pub(super) fn forget_slabs(shared: &SharedRef, shards: &[Inbox<ShardEvent>], sla
         for shard in shards {
             shard.send(ShardEvent::GroupsLost(Arc::clone(&groups)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{Generation, PageIndex};
+
+    #[test]
+    fn pages_taken_back_before_they_are_written_are_forgotten() {
+        const SLOTS: u32 = 4;
+        let staging = StagingPool::new(SLOTS);
+        let mut queue = VecDeque::new();
+        let mut order = |page| {
+            let staged = StagedPage {
+                page: PageIndex(page),
+                staging: staging.take(1).expect("a free slot")[0],
+                generation: Generation(0),
+                is_sealed: true,
+            };
+            tidy(&mut queue, &staging);
+            let most = 2 * SLOTS as usize;
+            assert!(queue.len() <= most, "{} orders wait", queue.len());
+            queue.push_back(Order {
+                shard: 0,
+                page: staged,
+            });
+            staged.staging.slot
+        };
+        order(1000);
+        for page in 0..100 {
+            staging.release(order(page));
+        }
+        order(1001);
+        queue.retain(|order| staging.is_held(order.page.staging));
+        let left: Vec<u32> = queue.iter().map(|order| order.page.page.0).collect();
+        assert_eq!(left, [1000, 1001]);
     }
 }

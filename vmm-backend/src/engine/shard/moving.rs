@@ -15,6 +15,14 @@ impl<P: Ports> Shard<P> {
 
     /// A group of slabs is wanted back. Nothing new is placed in it already.
     pub fn on_vacate(&mut self, group: u32) {
+        // A server that is back says so again; each page is to be moved once.
+        let table = &self.shared.table;
+        self.to_move.retain(|page| {
+            table
+                .load(*page)
+                .slot
+                .is_none_or(|slot| slot.group != group)
+        });
         for part in self.parts.clone() {
             self.for_known(part, |shard, page| shard.vacate(page, group));
         }

@@ -275,6 +275,20 @@ fn pages_move_out_of_a_slab_that_is_wanted_back() {
 }
 
 #[test]
+fn a_slab_that_is_asked_for_again_moves_each_page_once() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.store_remotely(8, 1);
+    let slot = bench.entry(7).slot.expect("stored");
+    let slab = bench.shared.slots.place(slot).expect("its slab").slab;
+    for _ in 0..3 {
+        let group = bench.shared.slots.vacate(slab).expect("not empty");
+        bench.shard.on_vacate(group);
+    }
+    assert_eq!(bench.shard.to_move, [PageIndex(7), PageIndex(8)]);
+}
+
+#[test]
 fn a_page_written_into_a_slab_wanted_back_meanwhile_moves_too() {
     let mut bench = Bench::new();
     bench.touch(7, 1);
