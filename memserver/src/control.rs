@@ -16,7 +16,7 @@ use outram_wire::verbs::{Choice, End, VerbsError};
 use crate::ledger::{Caller, Ended, Hold, Ledger, Wish};
 use crate::metrics::{Metrics, Outcome, With};
 use crate::session::{Holder, Seat};
-use crate::verbs::{Answer, MAX_REGION_BYTES, PairError};
+use crate::verbs::{Answer, MOST_REGISTERED_BYTES, PairError};
 
 /// A client that does not take an answer for so long is left.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -94,7 +94,7 @@ pub(crate) fn serve(
 /// written whole or not at all, which a one-sided write does not promise: they go over TCP.
 fn offers_verbs(desk: &Desk, hold: &Hold, socket: &TcpStream) -> bool {
     let holder = hold.session.holder;
-    let is_too_large = desk.ledger.terms.slab_bytes > MAX_REGION_BYTES;
+    let is_too_large = desk.ledger.terms.slab_bytes > MOST_REGISTERED_BYTES;
     if holder.is_disk() || is_too_large || desk.rdma == Choice::Off {
         return false;
     }

@@ -5,8 +5,9 @@ use outram_wire::server::Token;
 use outram_wire::units::PAGE_SIZE;
 use outram_wire::verbs::{Buffer, Domain, End, Port, Remote, Responder, VerbsError};
 
-/// Largest slab that is registered: newer kernels' soft-RoCE takes a GiB at once, and no more.
-pub(crate) const MAX_REGION_BYTES: u64 = 1 << 30;
+/// Largest slab that is registered: newer kernels' soft-RoCE takes the pages of a GiB at once, and no more, and
+/// slabs begin and end within one.
+pub(crate) const MOST_REGISTERED_BYTES: u64 = (1 << 30) - PAGE_SIZE as u64;
 
 /// The session's RDMA.
 pub(crate) struct Lent {
