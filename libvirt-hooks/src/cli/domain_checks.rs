@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use outram_wire::causes::with_causes;
+use outram_wire::compressed_share::CompressedShare;
 use outram_wire::control::Phase;
 use outram_wire::server::ServerAddress;
 use outram_wire::tuning::Tuning;
@@ -24,6 +25,9 @@ use crate::refusal::{self, Refusal};
 /// What is asked of servers beside a guest's pages: slabs are leased whole, and pages that are here
 /// keep their place there for a while.
 const SERVER_SLACK_BYTES: u64 = 128 << 20;
+
+/// A backend's staging at most, a sixteenth of the limit.
+const STAGING_MOST_BYTES: u64 = 64 << 20;
 
 /// The check of memory that comes and goes.
 const HOT_PLUG: &str = "hot-plug";
@@ -218,9 +222,10 @@ impl Patient<'_> {
         if named.is_empty() {
             return vec![no_server(self.name, &self.paths.config, settings.is_some())];
         }
-        let wanted = settings
-            .filter(|_| !is_served)
-            .map(|settings| share_of_server(ram_bytes, settings.limit, named.len()));
+        let wanted = settings.filter(|_| !is_served).map(|settings| {
+            let compressed = settings.tuning.compressed_share.unwrap_or_default();
+            share_of_server(ram_bytes, settings.limit, compressed, named.len())
+        });
         host_checks::servers(named, self.host, wanted)
     }
 }
@@ -279,13 +284,21 @@ fn no_server(name: &str, config: &Path, is_attached: bool) -> Check {
     }
 }
 
-/// About what a backend asks each of `servers` servers to promise.
-fn share_of_server(ram_bytes: u64, limit: Limit, servers: usize) -> u64 {
+/// About what a backend asks each of `servers` servers to promise: also the place of those pages that have no
+/// room beside its staging and what it keeps compressed.
+fn share_of_server(
+    ram_bytes: u64,
+    limit: Limit,
+    compressed: CompressedShare,
+    servers: usize,
+) -> u64 {
     let local = limit.bytes(ram_bytes).min(ram_bytes);
-    match ram_bytes - local {
-        0 => 0,
-        remote => (remote + local / 4).div_ceil(servers as u64) + SERVER_SLACK_BYTES,
+    if local == ram_bytes {
+        return 0;
     }
+    let staging = (local / 16).min(STAGING_MOST_BYTES);
+    let remote = ram_bytes - local + staging + compressed.of(local);
+    (remote + local / 4).div_ceil(servers as u64) + SERVER_SLACK_BYTES
 }
 
 #[cfg(test)]
@@ -319,9 +332,16 @@ mod tests {
     #[test]
     fn a_server_is_asked_for_its_part_of_what_is_not_local() {
         let half = Limit::LocalBytes(GIB / 2);
-        let share = share_of_server(GIB, half, 2);
-        assert_eq!(share, (GIB / 2 + GIB / 8) / 2 + SERVER_SLACK_BYTES);
-        assert_eq!(share_of_server(GIB, Limit::LocalBytes(GIB), 2), 0);
-        assert_eq!(share_of_server(GIB, Limit::LocalBytes(2 * GIB), 2), 0);
+        let plain = CompressedShare::default();
+        let staging = GIB / 32;
+        let share = share_of_server(GIB, half, plain, 2);
+        let of_pages = GIB / 2 + staging + GIB / 8;
+        assert_eq!(share, of_pages / 2 + SERVER_SLACK_BYTES);
+        let compressed = CompressedShare::try_from(0.5).expect("a share");
+        let share = share_of_server(GIB, half, compressed, 2);
+        assert_eq!(share, (of_pages + GIB / 4) / 2 + SERVER_SLACK_BYTES);
+        for all in [GIB, 2 * GIB] {
+            assert_eq!(share_of_server(GIB, Limit::LocalBytes(all), plain, 2), 0);
+        }
     }
 }
