@@ -69,9 +69,10 @@ pub struct AttachArguments {
     domain: String,
     #[command(flatten)]
     limit: LimitArguments,
-    /// A memory server; may be repeated, in order of preference
+    /// A memory server; may be repeated: the guest's pages are spread over all of them
     ///
-    /// Without it the domain keeps the servers it has, or uses those of /etc/outram/backend.toml.
+    /// Each holds a part and has to be there at the start: a second one is more room, no standby. Without any, the
+    /// domain keeps the servers it has, or uses those of /etc/outram/backend.toml.
     #[arg(long, value_name = "HOST[:PORT]", value_parser = parse_server)]
     server: Vec<ServerAddress>,
     /// Give the guest a disk of this size in far memory, such as 8GiB: for swap or scratch files;
@@ -374,10 +375,16 @@ pub(super) fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()
         }
         sleep(POLL);
     }
-    for removed in [
-        fs::remove_dir_all(&run_dir),
-        fs::remove_file(launch::name_file(&paths.run, vm)),
-    ] {
+    // Its unit unmounts what the supervisor, in a view of its own, could not.
+    let mut removed = fs::remove_dir_all(&run_dir);
+    while let Err(error) = &removed
+        && error.kind() == io::ErrorKind::ResourceBusy
+        && Instant::now() < deadline + END_MOMENT
+    {
+        sleep(POLL);
+        removed = fs::remove_dir_all(&run_dir);
+    }
+    for removed in [removed, fs::remove_file(launch::name_file(&paths.run, vm))] {
         match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(error).with_context(|| format!("cannot remove {}", run_dir.display()));

@@ -42,6 +42,9 @@ const UNPLUG_PAUSE: Duration = Duration::from_secs(10);
 /// How long a backend may take to end once nothing depends on it.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// How long a backend that has just been handed a guest's memory may be silent.
+const HANDED_OVER_TIMEOUT: Duration = Duration::from_secs(20);
+
 /// Why a running domain is not attached or detached.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LiveRefusal {
@@ -187,7 +190,7 @@ impl<'a> Running<'a> {
 
     fn attach_disk(&self, disk: &str) -> Result<()> {
         let plugged = self.domain.attach_device(disk);
-        let status = self.control.status();
+        let status = self.status_after_handover();
         match (plugged, status) {
             (Ok(()), Ok(status)) if status.qemu_pid.is_some() => Ok(()),
             (Ok(()), status) => {
@@ -204,6 +207,17 @@ impl<'a> Running<'a> {
                 )
             }
             (Err(error), _) => Err(error.into()),
+        }
+    }
+
+    /// What the backend says once QEMU took the disk, or would not: on a busy host it has much to do just then.
+    fn status_after_handover(&self) -> Result<Box<Status>, ControlError> {
+        let deadline = Instant::now() + HANDED_OVER_TIMEOUT;
+        loop {
+            match self.control.status() {
+                Err(ControlError::Silent(..)) if Instant::now() < deadline => {}
+                answer => return answer,
+            }
         }
     }
 
