@@ -243,9 +243,10 @@ impl Host {
 }
 
 fn wait_for_libvirtd() -> Result<()> {
-    wait_for("libvirtd to answer", Duration::from_secs(60), || {
-        let answered = run_within(Duration::from_secs(30), "virsh", &["uri"])?;
-        Ok(answered.success().then_some(()))
+    wait_for("libvirtd to answer", Duration::from_secs(300), || {
+        // One that hangs is none yet.
+        let answered = run_within(Duration::from_secs(30), "virsh", &["uri"]);
+        Ok(answered.is_ok_and(|end| end.success()).then_some(()))
     })
     .with_context(|| fs::read_to_string("/var/log/libvirt/libvirtd.out").unwrap_or_default())
 }

@@ -36,6 +36,14 @@ impl Control {
         }
     }
 
+    /// Has the backend replaced by another; it may end before all of its answer is read.
+    pub fn restart(&mut self) -> Result<()> {
+        match self.ask(Request::Restart) {
+            Ok(Reply::Done) | Err(_) => Ok(()),
+            Ok(other) => bail!("not done: {other:?}"),
+        }
+    }
+
     /// How the guest is.
     pub fn status(&mut self) -> Result<Status> {
         match self.ask(Request::Status)? {

@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::hermetic::command::wait_for;
 
 /// Longest time an answer is waited for unless said otherwise.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(180);
 
 /// A running small VMM. Killed when dropped.
 pub struct SmallVmm {

@@ -24,7 +24,7 @@ const SLOT_PAGES: u64 = 1 + MOST / BLOCK_SECTORS;
 /// Descriptors of a request: header, data, status.
 const CHAIN: u16 = 3;
 /// Longer than any outage of a test.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(180);
 const TICK: Duration = Duration::from_micros(50);
 
 /// virtio-blk's request types.

@@ -42,7 +42,7 @@ const ZEROS: u64 = 2000;
 const LOADS_MOST: u64 = 40;
 
 /// Times that something is asked of a backend that may not listen yet, with a pause in between.
-const TRIES_MOST: u32 = 500;
+const TRIES_MOST: u32 = 2000;
 
 /// In what a point is passed.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -229,7 +229,7 @@ fn stores(lab: &Lab) -> Result<()> {
     each(Scenario::Stores, |point| {
         guest.kill_backend()?;
         guest.take_over(lab, &dying(&wish, point))?;
-        let work = json!({"page": 0, "pages": pages, "seconds": 1.0, "write_share": 0.5});
+        let work = json!({"page": 0, "pages": pages, "seconds": 4.0, "write_share": 0.5});
         let sent = guest.send(0, "work", work)?;
         guest.wait_death()?;
         guest.take_over(lab, &wish)?;
@@ -484,7 +484,7 @@ fn requests(lab: &Lab) -> Result<()> {
         let _ = guest.answer(asked);
         guest.connect()?;
         disk::start_queue(&mut guest, 0)?;
-        let asked = disk::send_request(&mut guest, 30_000)?;
+        let asked = disk::send_request(&mut guest, 120_000)?;
         let answer = guest.answer(asked)?;
         ensure!(answer["status"] == 0, "the request failed: {answer}");
         guest.verify(disk::MEMORY, disk::PAGES)

@@ -63,7 +63,7 @@ pub(crate) fn send_request(guest: &mut Guest, wait_ms: u64) -> Result<u64> {
 
 fn request(guest: &mut Guest, kind: u64, sector: u64, bytes: u64) -> Result<Value> {
     let wanted = json!({"queue": 0, "type": kind, "sector": sector, "bytes": bytes,
-        "page": BUFFERS, "wait_ms": 30_000});
+        "page": BUFFERS, "wait_ms": 120_000});
     guest.command(1, "request", wanted)
 }
 
@@ -192,7 +192,7 @@ fn broken(lab: &Lab) -> Result<()> {
         guest.command(1, "poke", poke)?;
         push_out(&mut guest)?;
         let breaks = written.is_null();
-        let wait_ms = if breaks { 300 } else { 30_000 };
+        let wait_ms = if breaks { 300 } else { 120_000 };
         let chain = json!({"queue": 0, "descriptors": chain, "head": 0, "wait_ms": wait_ms});
         let answer = guest.command(1, "submit", chain).context(what)?;
         match breaks {

@@ -79,6 +79,8 @@ fn descriptors(lab: &Lab) -> Result<()> {
     guest.settle()?;
     let pid = guest.status()?.backend_pid;
     let mut control = guest.control()?;
+    // Taken in before there is no room for it.
+    control.status()?;
     let most = hard_limit(pid, "Max open files")?;
     limit(pid, "nofile", "3")?;
     proxy.cut();

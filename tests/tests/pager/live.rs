@@ -331,7 +331,7 @@ fn disk(lab: &Lab) -> Result<()> {
     come_home(&guest, &[&server])?;
     let request = |page: u64| {
         json!({"queue": 0, "type": 0, "sector": 0, "bytes": 64 * 1024, "page": page,
-            "wait_ms": 30_000})
+            "wait_ms": 120_000})
     };
     for page in [300, 13_000] {
         let answer = guest.command(1, "request", request(page))?;

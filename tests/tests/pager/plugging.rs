@@ -214,7 +214,7 @@ fn disk(lab: &Lab) -> Result<()> {
         guest.fill(BLOCK, BLOCK_PAGES)?;
         for page in [100, BLOCK + 100] {
             let wanted = json!({"queue": 0, "type": 0, "sector": 0, "bytes": 4096, "page": page,
-                "wait_ms": 30_000});
+                "wait_ms": 120_000});
             let answer = guest.command(1, "request", wanted)?;
             ensure!(answer["status"] == 0, "{answer}");
         }

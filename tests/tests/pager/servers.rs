@@ -92,15 +92,15 @@ fn cuts(lab: &Lab) -> Result<()> {
     let mut guest = filled(lab, &[&proxy.address])?;
     let sent = load(&mut guest, 2.0)?;
     let accepted = proxy.accepted();
-    for round in 0..20 {
+    let mut round = 0;
+    // Where the machine is slow, one is cut again before it is made.
+    while round < 20 || proxy.accepted() <= accepted + 10 {
+        ensure!(round < 100, "connections were not made again");
         std::thread::sleep(Duration::from_millis(20 + 7 * round));
         proxy.cut();
+        round += 1;
     }
     demand_answers(&mut guest, sent)?;
-    ensure!(
-        proxy.accepted() > accepted + 10,
-        "connections were not made again"
-    );
     guest.end(&[&server])
 }
 

@@ -206,7 +206,7 @@ fn replaced(lab: &Lab) -> Result<()> {
     let mut stalls = Stalls::default();
     for _ in 0..RESTARTS {
         let before = status.backend_pid;
-        guest.control()?.order(Request::Restart)?;
+        guest.control()?.restart()?;
         let mut longest = Duration::ZERO;
         while status.backend_pid == before || status.phase != Phase::Serving {
             let page = untouched

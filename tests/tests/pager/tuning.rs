@@ -50,7 +50,11 @@ fn ask_for_some(guest: &mut Guest, first: u64, expected: u64) -> Result<()> {
             Ok((guest.present(start, BLOCK)? == expected).then_some(()))
         })?;
     }
-    let after = guest.status()?.counters;
+    // Who waits goes on before its fault is counted.
+    let after = guest.wait_status("all to be counted", |status| {
+        status.counters.faults_remote >= before.faults_remote + REQUESTS
+    })?;
+    let after = after.counters;
     let asked = after.faults_remote - before.faults_remote;
     let unasked = after.fetched_ahead_pages - before.fetched_ahead_pages;
     ensure!(

@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::server::MemServer;
 use outram_tests::hermetic::suite::Skipped;
-use outram_wire::control::{Phase, Request, Status};
+use outram_wire::control::{Phase, Status};
 use serde_json::json;
 
 use crate::fixture::{Guest, LONG, Lab, SLAB, Wish, demand_sound};
@@ -169,7 +169,7 @@ fn each_way(
 /// As `outram restart` and the packages' upgrade do it.
 fn asked(lab: &Lab) -> Result<()> {
     each_way(lab, |_, guest, installed, _, before| {
-        guest.control()?.order(Request::Restart)?;
+        guest.control()?.restart()?;
         let now = wait_for_installed(guest, installed, before)?;
         ensure!(now.takeovers == 0, "nobody died: {now:?}");
         Ok(())

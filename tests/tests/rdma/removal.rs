@@ -51,7 +51,7 @@ fn waits(lab: &Lab) -> Result<()> {
     let server = lab.server()?;
     let mut guest = guest(lab, &format!("rdma://{}", server.address))?;
     guest.fill(0, FILLED)?;
-    let sent = work(&mut guest, 3.0)?;
+    let sent = work(&mut guest, 8.0)?;
     std::thread::sleep(Duration::from_secs(1));
     device.delete()?;
     guest.wait_status("the wait to be told", |status| {
