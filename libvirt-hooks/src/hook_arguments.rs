@@ -8,8 +8,9 @@ use clap::{CommandFactory, Parser};
 /// libvirtd calls this at each stage of a domain's life, with the domain's XML on standard input;
 /// 'outram setup' installs it in /etc/libvirt/hooks/qemu.d. There is no need to run it by hand.
 ///
-/// It fails in one case only: 'prepare begin' of a domain whose memory Outram cannot page now. The
-/// reason on standard error then is part of the message of 'virsh start'. Domains without Outram's
+/// It fails in two cases: 'prepare begin' of a domain whose memory Outram cannot page now, and 'restore
+/// begin' or 'migrate begin' where it cannot note in /run/outram that a guest arrives. The reason on
+/// standard error then is part of virsh's message. Domains without Outram's
 /// metadata and disk are not looked at further.
 #[derive(Debug, Parser)]
 #[command(name = "outram-libvirt-hook", version, max_term_width = 100)]

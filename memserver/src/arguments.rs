@@ -14,7 +14,9 @@ use crate::config::Flags;
 /// the certificates and, from the file of --config, 'memory' again; clients are asked to give back
 /// what is leased beyond.
 ///
-/// Logs go to standard error; RUST_LOG chooses what (info by default).
+/// Logs go to standard error. RUST_LOG chooses what: a level (error, warn, info, debug, trace; info by
+/// default), or levels of modules, such as 'outram_memserver=debug,info', where the last is that of all
+/// others: without it they are silent.
 #[derive(Debug, Parser)]
 #[command(name = "outram-memserver", version, max_term_width = 100)]
 pub struct Arguments {

@@ -10,7 +10,11 @@ use crate::daemon::Flags;
 /// Pages one guest's RAM between its host and memory servers.
 ///
 /// libvirt's hook starts one for each guest that 'outram attach' was used on; it ends with its
-/// guest. Logs go to standard error; RUST_LOG chooses what (info by default).
+/// guest.
+///
+/// Logs go to standard error. RUST_LOG chooses what: a level (error, warn, info, debug, trace; info by
+/// default), or levels of modules, such as 'outram_backend=debug,info', where the last is that of all
+/// others: without it they are silent.
 #[derive(Debug, Parser)]
 #[command(name = "outram-backend", version, max_term_width = 100)]
 pub struct Arguments {

@@ -35,8 +35,11 @@ pub const DEFAULT_SETTINGS: &str = "\
 # tls-cert = \"/etc/outram/pki/client.pem\"
 # tls-key = \"/etc/outram/pki/client.key\"
 
-# Threads that handle a guest's faults.
+# Threads that handle a guest's faults, 1 to 64.
 # shards = 2
+
+# RDMA device: auto, off, or one such as mlx5_0:1:3.
+# rdma = \"auto\"
 
 # Seconds that a backend waits for QEMU to connect.
 # connect-timeout = 120

@@ -23,8 +23,8 @@ const SERVERS_ANNOTATION: &str = "outram.dev/servers";
 /// the domain's XML, edited as 'outram attach' does.
 ///
 /// The annotation 'outram.dev/local' of the instance says how much of its memory may lie on the node
-/// (0.5 or 512MiB); without it the XML is printed as it came. The annotation 'outram.dev/servers'
-/// names memory servers (HOST[:PORT], with commas between).
+/// (0.5 or 512MiB); without it the XML is printed as it came. The annotation 'outram.dev/servers' then
+/// has to name memory servers (HOST[:PORT], with commas between).
 // The text is help for people: a bracket is no link.
 #[allow(rustdoc::broken_intra_doc_links)]
 #[derive(Debug, Parser)]
