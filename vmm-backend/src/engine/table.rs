@@ -29,6 +29,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::slots::MOST_GROUPS;
 use super::tag::Tag;
 use super::{Generation, PageIndex, PageRun, SlotId, StagingSlot};
 use crate::crash_points::{self, Point};
@@ -48,6 +49,7 @@ const PROTECTED: u64 = 1 << 5;
 const HAS_SLOT: u64 = 1 << 6;
 const HAS_STAGING: u64 = 1 << 7;
 const LOW_24: u64 = (1 << 24) - 1;
+const _: () = assert!(MOST_GROUPS as u64 == LOW_24 + 1);
 
 /// States in the table of a busy page whose fate is decided.
 const BUSY_TO_STAGED: u64 = 7;

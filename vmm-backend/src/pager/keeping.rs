@@ -171,16 +171,12 @@ impl Housekeeping {
             // It was started anew with smaller slabs.
             let reason = format!("its slabs of {} hold no page of {size}", format_size(bytes));
             tracing::warn!(server, %reason, "a memory server's slabs are of no use");
-            self.notes.note_refusal(server, reason);
-            self.sessions[server].release_slab(id);
-            return self.writer.send(WriterEvent::LeaseRefused(server));
+            return self.give_back(server, id, reason);
         }
         if self.shared.slots.next_group() >= MOST_GROUPS {
             let reason = "this guest has had as many slabs as can be numbered: start it anew";
             tracing::error!(server, reason, "a slab is given back");
-            self.notes.note_refusal(server, reason.to_owned());
-            self.sessions[server].release_slab(id);
-            return self.writer.send(WriterEvent::LeaseRefused(server));
+            return self.give_back(server, id, reason.to_owned());
         }
         let slab = SlabRef { server, slab: id.0 };
         crash_points::pass(Point::LeaseGranted);
@@ -188,15 +184,20 @@ impl Housekeeping {
         if let Err(error) = self.note_group(slab, pages) {
             let reason = format!("its slab cannot be noted down: {}", with_causes(&error));
             tracing::error!(server, %reason, "a slab is given back");
-            self.notes.note_refusal(server, reason);
-            self.sessions[server].release_slab(id);
-            return self.writer.send(WriterEvent::LeaseRefused(server));
+            return self.give_back(server, id, reason);
         }
         crash_points::pass(Point::LeaseRecorded);
         self.known_slabs.insert(slab);
         self.shared.slots.add_slab(slab, pages);
         self.notes.clear_refusal(server);
         self.writer.send(WriterEvent::Leased(server));
+    }
+
+    /// Gives a slab back that is of no use: as if its server had leased none.
+    fn give_back(&self, server: ServerIndex, id: SlabId, reason: String) {
+        self.notes.note_refusal(server, reason);
+        self.sessions[server].release_slab(id);
+        self.writer.send(WriterEvent::LeaseRefused(server));
     }
 
     /// Writes down the groups there are and the one to come.

@@ -162,6 +162,7 @@ impl Writer {
                 self.handle(event);
             }
             self.submit();
+            tidy(&mut self.queue, &self.shared.staging);
             self.note_promised();
             self.lease_ahead();
             self.release_empty();
@@ -177,10 +178,7 @@ impl Writer {
 
     fn handle(&mut self, event: WriterEvent) {
         match event {
-            WriterEvent::Write(shard, page) => {
-                tidy(&mut self.queue, &self.shared.staging);
-                self.queue.push_back(Order { shard, page });
-            }
+            WriterEvent::Write(shard, page) => self.queue.push_back(Order { shard, page }),
             WriterEvent::Connection(server, conn) => {
                 self.drop_conn(server);
                 self.conns[server] = Some(conn);
