@@ -156,7 +156,7 @@ fn attached(lab: &Lab) -> Result<()> {
             working.push(vmm.send(work)?);
         }
         let race = json!({"do": "race", "vcpu": 2, "page": 10_000, "pages": 6000, "writers": 2,
-            "readers": 1, "discarders": 1, "rounds": 8000});
+            "readers": 1, "discarders": 2, "rounds": 8000});
         working.push(vmm.send(race)?);
         Ok(())
     })?;
