@@ -23,6 +23,8 @@ use super::{RemoteError, SessionEvent};
 pub(super) enum Asked {
     Renew,
     Reserve(u64, Option<Sender<Result<(), RemoteError>>>),
+    /// More than was ever promised, for a lease that follows.
+    ReserveMore(u64),
     Lease,
     Release(SlabId),
     DataToken(usize),
@@ -57,7 +59,9 @@ impl Keeper {
     pub(super) fn ask(&mut self, link: &mut Link, asked: Asked) -> Result<(), LinkEnd> {
         let request = match &asked {
             Asked::Renew => Request::Renew,
-            Asked::Reserve(bytes, _) => Request::Reserve { bytes: *bytes },
+            Asked::Reserve(bytes, _) | Asked::ReserveMore(bytes) => {
+                Request::Reserve { bytes: *bytes }
+            }
             Asked::Lease => Request::Lease,
             Asked::Release(slab) => Request::Release { slab: *slab },
             Asked::DataToken(_) => Request::DataToken,
@@ -146,6 +150,13 @@ impl Keeper {
                 }
                 Ok(())
             }
+            (Asked::ReserveMore(asked), Reply::Reserved { bytes }) => {
+                self.reserve_bytes = asked;
+                self.show(|status| status.reserved_bytes = bytes);
+                Ok(())
+            }
+            // The lease is refused then, which is told.
+            (Asked::ReserveMore(_), Reply::Refused(_)) => Ok(()),
             (Asked::DataToken(role), Reply::DataToken { token }) => {
                 self.open(role, Agreed::Token(token));
                 Ok(())

@@ -16,7 +16,7 @@ use outram_wire::server::{DiskWelcome, InstanceId, Purpose, SlabId, Welcome};
 use outram_wire::verbs::Presence;
 
 use super::connect::{Dialer, Greeted};
-use super::exchange::{Asked, Link};
+use super::exchange::{Asked, InFlight, Link};
 use super::opener::{Opener, Opening};
 use super::session::{Former, Order, Orders, SessionStatus, Shared};
 use super::verbs_pause::VerbsPause;
@@ -380,6 +380,7 @@ impl Keeper {
         match order {
             Order::Lease => {
                 self.leases_wanted += 1;
+                self.reserve_more(link)?;
                 self.ask(link, Asked::Lease)
             }
             Order::Release(slab) => {
@@ -421,6 +422,23 @@ impl Keeper {
             }
             Order::Leave => Err(LinkEnd::Over),
         }
+    }
+
+    /// Asks for more than was promised where what is leased goes beyond: another server may have taken its
+    /// promise back. Not while another promise is on its way, which this would end.
+    fn reserve_more(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
+        let (reserved, slab) = {
+            let status = self.shared.status();
+            (status.reserved_bytes, status.slab_bytes)
+        };
+        let leased = (self.held.len() + self.leases_wanted) as u64 * slab;
+        let is_reserving = |request: &InFlight| {
+            matches!(request.asked, Asked::Reserve(..) | Asked::ReserveMore(_))
+        };
+        if leased <= reserved || link.in_flight.iter().any(is_reserving) {
+            return Ok(());
+        }
+        self.ask(link, Asked::ReserveMore(leased.max(self.reserve_bytes)))
     }
 
     fn is_current(&self, generation: u64) -> bool {

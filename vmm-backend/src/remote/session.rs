@@ -206,7 +206,8 @@ impl Session {
         self.disk
     }
 
-    /// Asks for one more slab: answered by `Leased` or `LeaseRefused`, also after a reconnection.
+    /// Asks for one more slab, and for the promise of it where the server has promised less: answered by
+    /// `Leased` or `LeaseRefused`, also after a reconnection.
     pub fn request_slab(&self) {
         self.orders.give(Order::Lease);
     }

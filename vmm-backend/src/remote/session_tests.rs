@@ -570,6 +570,28 @@ fn a_successor_waits_for_certificates_that_are_no_good() {
 }
 
 #[test]
+fn more_than_was_promised_is_had_where_there_is_room() {
+    let pki = Pki::new();
+    let server = serve(&pki, anywhere(), |_| {});
+    let config = config(server.local_addr(), pki.client.clone());
+    let mut owner = Owner::start(&config, 1).expect("a session");
+    owner.connected();
+    for slabs in 1..=8 {
+        owner.lease();
+        assert_eq!(server.stats().reserved_bytes, slabs * SLAB);
+    }
+    owner.session.request_slab();
+    owner.until("a refusal", |owner| !owner.refused.is_empty());
+    let status = owner.session.status();
+    assert_eq!((status.slabs, status.reserved_bytes), (8, 8 * SLAB));
+    assert_eq!(status.detail, None);
+    // It ends like any other promise: with what is leased of it.
+    owner.session.release_slab(owner.held[7]);
+    owner.session.reserve(2 * SLAB).expect("less");
+    assert_eq!(server.stats().reserved_bytes, 7 * SLAB);
+}
+
+#[test]
 fn slabs_wanted_back_are_told() {
     let pki = Pki::new();
     let server = serve(&pki, anywhere(), |_| {});
