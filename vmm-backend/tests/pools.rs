@@ -15,6 +15,7 @@ const SERVERS: usize = 2;
 enum SlotOp {
     AddSlab(usize, u32),
     Allocate(usize),
+    AllocateVacating(usize),
     Free(usize),
     Connect(usize, bool),
     Vacate(usize),
@@ -26,6 +27,7 @@ fn slot_ops() -> impl Strategy<Value = SlotOp> {
     prop_oneof![
         2 => (0..SERVERS, 1..130u32).prop_map(|(server, slots)| SlotOp::AddSlab(server, slots)),
         6 => (0..100usize).prop_map(SlotOp::Allocate),
+        1 => (0..10usize).prop_map(SlotOp::AllocateVacating),
         12 => any::<usize>().prop_map(SlotOp::Free),
         2 => (0..SERVERS, any::<bool>()).prop_map(|(server, up)| SlotOp::Connect(server, up)),
         1 => any::<usize>().prop_map(SlotOp::Vacate),
@@ -61,11 +63,11 @@ impl SlotModel {
         }
     }
 
-    fn room(&self) -> u64 {
+    fn room(&self, vacating: bool) -> u64 {
         let usable = self
             .slabs
             .iter()
-            .filter(|(slab, model)| self.connected[slab.server] && !model.vacating);
+            .filter(|(slab, model)| self.connected[slab.server] && model.vacating == vacating);
         usable
             .map(|(_, model)| u64::from(model.slots - model.used))
             .sum()
@@ -76,9 +78,12 @@ impl SlotModel {
         self.slabs.keys().nth(number).copied()
     }
 
-    fn allocate(&mut self, count: usize) {
-        let expected = self.room().min(count as u64) as usize;
-        let taken = self.pool.allocate(count, &|_| true);
+    fn allocate(&mut self, count: usize, vacating: bool) {
+        let expected = self.room(vacating).min(count as u64) as usize;
+        let taken = match vacating {
+            true => self.pool.allocate_vacating(count, &|_| true),
+            false => self.pool.allocate(count, &|_| true),
+        };
         assert_eq!(taken.len(), expected);
         for slot in taken {
             assert!(
@@ -91,7 +96,7 @@ impl SlotModel {
                 .slabs
                 .get_mut(&place.slab)
                 .expect("a slab that is there");
-            assert!(slot.index < model.slots && !model.vacating);
+            assert!(slot.index < model.slots && model.vacating == vacating);
             assert!(self.connected[place.slab.server]);
             model.used += 1;
             self.held.push((slot, place.slab));
@@ -113,7 +118,8 @@ impl SlotModel {
                 };
                 self.slabs.insert(slab, model);
             }
-            SlotOp::Allocate(count) => self.allocate(count),
+            SlotOp::Allocate(count) => self.allocate(count, false),
+            SlotOp::AllocateVacating(count) => self.allocate(count, true),
             SlotOp::Free(number) => {
                 let Some(number) = number.checked_rem(self.held.len()) else {
                     return;
@@ -160,7 +166,10 @@ impl SlotModel {
     }
 
     fn check(&self) {
-        assert_eq!(self.pool.room(&|_| true), self.room());
+        assert_eq!(self.pool.room(&|_| true), self.room(false));
+        let vacating = self.slabs.values().filter(|model| model.vacating);
+        let pages = vacating.map(|model| u64::from(model.used)).sum::<u64>();
+        assert_eq!(self.pool.vacating_pages(), pages);
         for server in 0..SERVERS {
             let slabs = self.slabs.iter().filter(|(slab, _)| slab.server == server);
             let usage = slabs.fold((0, 0), |(slabs, pages), (_, model)| {

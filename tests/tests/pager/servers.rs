@@ -2,12 +2,14 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::proxy::{Mischief, Proxy};
+use outram_tests::hermetic::server::MemServer;
 use outram_wire::control::{Phase, Status};
 use outram_wire::seal::Seal;
 use serde_json::json;
@@ -25,6 +27,14 @@ pub(crate) const TESTS: &[crate::Test] = &[
         unanswered,
     ),
     ("a_server_that_wants_its_memory_back", vacate),
+    (
+        "a_server_that_wants_back_more_than_another_has_promised",
+        vacate_most,
+    ),
+    (
+        "a_server_that_wants_back_what_no_other_has_room_for",
+        vacate_later,
+    ),
     ("changed_bytes_are_never_believed", lies),
     (
         "replayed_swapped_and_cut_pages_are_never_believed",
@@ -227,25 +237,107 @@ fn unanswered(lab: &Lab) -> Result<()> {
     guest.end(&servers.each_ref())
 }
 
+/// A server whose memory can be changed while it runs.
+struct Lender {
+    config: PathBuf,
+    server: MemServer,
+}
+
+impl Lender {
+    fn start(lab: &Lab, name: &str, bytes: u64) -> Result<Self> {
+        let config = lab.path(&format!("{name}.toml"));
+        write_memory(&config, bytes)?;
+        let server = lab.server_with(&["--config", &config.display().to_string()])?;
+        Ok(Self { config, server })
+    }
+
+    fn lend(&self, bytes: u64) -> Result<()> {
+        write_memory(&self.config, bytes)?;
+        self.server.signal(Signal::SIGHUP)?;
+        wait_for("the server to lend that", LONG, || {
+            let lent = self.server.metric("outram_memserver_memory_bytes")?;
+            Ok((lent == bytes).then_some(()))
+        })
+    }
+
+    fn wait_vacated(&self, guest: &Guest) -> Result<()> {
+        let few = || Ok((self.server.bytes_leased()? <= 2 * SLAB).then_some(()));
+        wait_for("slabs to be vacated", LONG, few).with_context(|| guest.log())
+    }
+}
+
+fn write_memory(config: &Path, bytes: u64) -> Result<()> {
+    Ok(fs::write(config, format!("memory = \"{bytes}\""))?)
+}
+
+const PLENTY: u64 = 1 << 30;
+
 /// Its limit is lowered while the guest works: pages move away, and none of them is lost.
 fn vacate(lab: &Lab) -> Result<()> {
-    let config = lab.path("shrinking.toml");
-    fs::write(&config, "memory = \"1GiB\"")?;
-    let path = config.display().to_string();
-    let shrinking = lab.server_with(&["--config", &path])?;
+    let shrinking = Lender::start(lab, "shrinking", PLENTY)?;
     let other = lab.server()?;
-    let mut guest = filled(lab, &[&shrinking.address, &other.address])?;
+    let mut guest = filled(lab, &[&shrinking.server.address, &other.address])?;
     ensure!(
-        shrinking.slabs_leased()? > 4,
+        shrinking.server.slabs_leased()? > 4,
         "it holds too little to begin with"
     );
     let sent = load(&mut guest, 1.0)?;
-    fs::write(&config, "memory = \"2MiB\"")?;
-    shrinking.signal(Signal::SIGHUP)?;
-    let few = || Ok((shrinking.bytes_leased()? <= 2 * SLAB).then_some(()));
-    wait_for("slabs to be vacated", LONG, few).with_context(|| guest.log())?;
+    shrinking.lend(2 * SLAB)?;
+    shrinking.wait_vacated(&guest)?;
     demand_answers(&mut guest, sent)?;
-    guest.end(&[&shrinking, &other])
+    guest.end(&[&shrinking.server, &other])
+}
+
+/// The other has promised half of what the guest may need, and a little, and lends all of it.
+fn vacate_most(lab: &Lab) -> Result<()> {
+    const MIB: u64 = 640;
+    const PAGES: u64 = MIB * 256;
+    let shrinking = Lender::start(lab, "shrinking-most", PLENTY)?;
+    let other = lab.server()?;
+    let wish = Wish {
+        ram_mib: &[MIB],
+        servers: &[&shrinking.server.address, &other.address],
+        ..Wish::default()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, PAGES)?;
+    guest.settle()?;
+    let promised = other.metric("outram_memserver_reserved_bytes")?;
+    shrinking.lend(2 * SLAB)?;
+    shrinking.wait_vacated(&guest)?;
+    let lent = other.bytes_leased()?;
+    ensure!(
+        lent > promised,
+        "{promised} bytes were promised, {lent} lent"
+    );
+    guest.verify(0, PAGES)?;
+    guest.end(&[&shrinking.server, &other])
+}
+
+/// The other lends no more: the guest goes on with what it has, and its pages move, though it does nothing,
+/// once they can.
+fn vacate_later(lab: &Lab) -> Result<()> {
+    let shrinking = Lender::start(lab, "shrinking-later", PLENTY)?;
+    let full = Lender::start(lab, "full", PLENTY)?;
+    let servers = [&shrinking.server, &full.server];
+    let mut guest = filled(lab, &servers.map(|server| server.address.as_str()))?;
+    full.lend(full.server.bytes_leased()?)?;
+    shrinking.lend(2 * SLAB)?;
+    // More than once all of staging, and all that there was room for.
+    for _ in 0..2 {
+        let work = json!({"page": 0, "pages": FILLED, "seconds": 2.0, "write_share": 0.5});
+        let sent = guest.send(0, "work", work)?;
+        demand_answers(&mut guest, vec![sent])?;
+    }
+    ensure!(
+        shrinking.server.bytes_leased()? > 2 * SLAB,
+        "there was room"
+    );
+    guest.settle()?;
+    full.lend(PLENTY)?;
+    shrinking.wait_vacated(&guest)?;
+    guest.verify(0, FILLED)?;
+    guest.end(&servers)
 }
 
 /// A bit flips on the way: once is read again, always is a page that is never given.

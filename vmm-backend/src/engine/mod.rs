@@ -244,6 +244,17 @@ pub struct Shared {
 }
 
 impl Shared {
+    /// Lets so many pages leave slabs that their servers want back as there is room for on servers beside
+    /// what is staged already; whether it is any. Others could not be written, and what is evicted would
+    /// find no place in staging.
+    pub fn let_pages_move(&self) -> bool {
+        let staged =
+            self.staging.capacity() - self.staging.available().min(self.staging.capacity());
+        let room = self.slots.room(&|_| true).saturating_sub(staged.into());
+        self.slots.allow_moves(room);
+        room > 0
+    }
+
     /// Keeps a page that is about to leave compressed, where that is wished and of use.
     fn keep_compressed(
         &self,

@@ -166,6 +166,8 @@ pub struct SlotPool {
     has_unneeded: AtomicBool,
     /// Kept slots that other pages need.
     wanted_back: AtomicU64,
+    /// Pages that may begin to leave slabs that their servers want back.
+    may_move: AtomicU64,
 }
 
 impl SlotPool {
@@ -178,6 +180,7 @@ impl SlotPool {
             keep_allowance: AtomicU64::new(0),
             has_unneeded: AtomicBool::new(false),
             wanted_back: AtomicU64::new(0),
+            may_move: AtomicU64::new(0),
         }
     }
 
@@ -262,14 +265,29 @@ impl SlotPool {
 
     /// Takes up to `count` slots on connected servers that `may_take` more.
     pub fn allocate(&self, count: usize, may_take: &dyn Fn(ServerIndex) -> bool) -> Vec<SlotId> {
+        self.take(count, &|group| {
+            group.room() > 0 && self.takes_more(group, may_take)
+        })
+    }
+
+    /// The same, in slabs that their servers want back: where a guest could not go on otherwise.
+    pub fn allocate_vacating(
+        &self,
+        count: usize,
+        may_take: &dyn Fn(ServerIndex) -> bool,
+    ) -> Vec<SlotId> {
+        self.take(count, &|group| {
+            group.vacating && group.used < group.slots && self.takes_more(group, may_take)
+        })
+    }
+
+    /// Takes up to `count` slots of groups that are `fit`, which have one free.
+    fn take(&self, count: usize, fit: &dyn Fn(&Group) -> bool) -> Vec<SlotId> {
         let mut inner = self.lock();
         let mut taken = Vec::with_capacity(count);
         while taken.len() < count {
-            let fullest = inner
-                .groups
-                .iter_mut()
-                .filter(|(_, group)| group.room() > 0 && self.takes_more(group, may_take))
-                .min_by_key(|(_, group)| group.room());
+            let fitting = inner.groups.iter_mut().filter(|(_, group)| fit(group));
+            let fullest = fitting.min_by_key(|(_, group)| group.slots - group.used);
             let Some((&number, group)) = fullest else {
                 break;
             };
@@ -401,6 +419,28 @@ impl SlotPool {
         inner.of(slot).is_some_and(|group| group.vacating)
     }
 
+    /// Pages that lie in slabs that their servers want back.
+    pub fn vacating_pages(&self) -> u64 {
+        let inner = self.lock();
+        let vacating = inner.groups.values().filter(|group| group.vacating);
+        vacating.map(|group| u64::from(group.used)).sum()
+    }
+
+    /// Sets how many pages may begin to leave such slabs, until it is set again.
+    pub(super) fn allow_moves(&self, pages: u64) {
+        self.may_move.store(pages, Ordering::Release);
+    }
+
+    /// Whether one more may.
+    pub(super) fn may_move(&self) -> bool {
+        self.may_move.load(Ordering::Acquire) > 0
+    }
+
+    /// Counts one that does.
+    pub(super) fn count_move(&self) {
+        take_one(&self.may_move);
+    }
+
     /// Slabs leased and pages in them, of one server.
     pub fn usage(&self, server: ServerIndex) -> (u64, u64) {
         let inner = self.lock();
@@ -441,11 +481,7 @@ impl SlotPool {
 
     /// Whether one more is asked for, which the caller gives back then.
     pub(super) fn claim_wanted_back(&self) -> bool {
-        self.wanted_back
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |wanted| {
-                wanted.checked_sub(1)
-            })
-            .is_ok()
+        take_one(&self.wanted_back)
     }
 
     /// Whether one more resident page may keep its slot, and counts it if so.
@@ -470,6 +506,14 @@ impl SlotPool {
     pub fn kept(&self) -> u64 {
         self.kept.load(Ordering::Relaxed)
     }
+}
+
+/// Counts one down; false where none is left.
+fn take_one(counter: &AtomicU64) -> bool {
+    let less = |left: u64| left.checked_sub(1);
+    counter
+        .fetch_update(Ordering::AcqRel, Ordering::Acquire, less)
+        .is_ok()
 }
 
 #[cfg(test)]

@@ -127,8 +127,10 @@ impl Housekeeping {
             }
             SessionEvent::Leased { server, slab } => self.leased(server, slab),
             SessionEvent::LeaseRefused { server, reason } => {
-                tracing::warn!(server, %reason, "a memory server leases no slab");
-                self.notes.note_refusal(server, reason.to_string());
+                // It is asked again each second.
+                if self.notes.note_refusal(server, reason.to_string()) {
+                    tracing::warn!(server, %reason, "a memory server leases no slab");
+                }
                 self.writer.send(WriterEvent::LeaseRefused(server));
             }
             SessionEvent::Vacate { server, slab } => {

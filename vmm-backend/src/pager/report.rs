@@ -27,8 +27,9 @@ impl ServerNotes {
         }
     }
 
-    pub(super) fn note_refusal(&self, server: ServerIndex, reason: String) {
-        *lock(&self.refusals[server]) = Some(reason);
+    /// Whether it is refused for another reason than before, if it was.
+    pub(super) fn note_refusal(&self, server: ServerIndex, reason: String) -> bool {
+        lock(&self.refusals[server]).replace(reason.clone()) != Some(reason)
     }
 
     pub(super) fn clear_refusal(&self, server: ServerIndex) {

@@ -74,6 +74,15 @@ struct Order {
     page: StagedPage,
 }
 
+/// Where pages may be placed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Slabs {
+    /// Where they may stay.
+    Lasting,
+    /// In slabs that their servers want back, which they are to be moved out of again.
+    Vacating,
+}
+
 struct Batch {
     server: ServerIndex,
     orders: Vec<(Order, SlotId)>,
@@ -161,10 +170,11 @@ impl Writer {
                 }
                 self.handle(event);
             }
-            self.submit();
+            self.submit(Slabs::Lasting);
             tidy(&mut self.queue, &self.shared.staging);
             self.note_promised();
             self.lease_ahead();
+            self.let_pages_move();
             self.release_empty();
             self.publish();
         }
@@ -241,14 +251,17 @@ impl Writer {
         (0..self.sessions.len()).any(|server| self.may_take(server))
     }
 
-    fn submit(&mut self) {
+    fn submit(&mut self, slabs: Slabs) {
         while self.may_any_take() {
             let orders = self.claim(self.batch_pages());
             if orders.is_empty() {
                 return;
             }
             let may_take = |server| self.may_take(server);
-            let slots = self.shared.slots.allocate(orders.len(), &may_take);
+            let slots = match slabs {
+                Slabs::Lasting => self.shared.slots.allocate(orders.len(), &may_take),
+                Slabs::Vacating => self.shared.slots.allocate_vacating(orders.len(), &may_take),
+            };
             let placed = slots.len();
             self.claimed.extend(&orders[placed..]);
             let mut by_server: Vec<Batch> = Vec::new();
@@ -404,10 +417,11 @@ impl Writer {
         }
     }
 
-    /// Asks for a slab while the room left is less than a few batches and pages wait.
+    /// Asks for a slab while the room left is less than a few batches and pages wait, or are to be moved.
     fn lease_ahead(&mut self) {
         let batch = self.batch_pages();
-        let waiting = self.claimed.len() + self.queue.len();
+        let to_move = self.shared.slots.vacating_pages().min(batch as u64);
+        let waiting = self.claimed.len() + self.queue.len() + to_move as usize;
         let wanting = waiting + self.in_flight.len() * batch;
         let enough = (wanting + self.batches_in_flight() * batch) as u64;
         let slots = &self.shared.slots;
@@ -440,6 +454,15 @@ impl Writer {
         } else if !self.leases.iter().any(|lease| lease.asked) {
             // No server lends more for now.
             self.want_kept_slots(waiting as u64);
+            // Better there than that the guest waits for a server that has room.
+            self.submit(Slabs::Vacating);
+        }
+    }
+
+    /// Lets shards move what servers want back, as far as there is room for it.
+    fn let_pages_move(&self) {
+        if self.shared.slots.vacating_pages() > 0 && self.shared.let_pages_move() {
+            self.shards.iter().for_each(Inbox::ring);
         }
     }
 

@@ -192,9 +192,36 @@ impl World {
     }
 
     fn allocate(&mut self) -> Option<SlotId> {
-        if let Some(slot) = self.shared.slots.allocate(1, &|_| true).pop() {
+        let slots = &self.shared.slots;
+        if let Some(slot) = slots.allocate(1, &|_| true).pop() {
             return Some(slot);
         }
+        // As if no server lent more.
+        if self.random.chance(200)
+            && let Some(slot) = slots.allocate_vacating(1, &|_| true).pop()
+        {
+            return Some(slot);
+        }
+        match self.lease_group() {
+            true => self.shared.slots.allocate(1, &|_| true).pop(),
+            false => None,
+        }
+    }
+
+    /// Lets pages move out of slabs that are wanted back, into those that servers lend for them.
+    pub(crate) fn let_pages_move(&mut self) {
+        if self.shared.slots.vacating_pages() == 0 {
+            return;
+        }
+        let may_move = self.shared.let_pages_move();
+        if may_move || self.random.chance(500) && self.lease_group() && self.shared.let_pages_move()
+        {
+            self.alerted = [true; SHARDS];
+        }
+    }
+
+    /// Servers lend more, if so many are within reach as have to hold each page.
+    fn lease_group(&mut self) -> bool {
         // No slab is leased anew before every shard knows what was lost.
         if self
             .servers
@@ -202,7 +229,7 @@ impl World {
             .iter()
             .any(|lost| !lost.is_empty())
         {
-            return None;
+            return false;
         }
         let first = self.random.below(SERVERS as u64) as usize;
         let near = (first..first + SERVERS)
@@ -210,7 +237,7 @@ impl World {
             .filter(|server| self.servers.servers[*server].connected);
         let near: Vec<_> = near.take(self.servers.copies).collect();
         if near.len() < self.servers.copies {
-            return None;
+            return false;
         }
         let slabs: Vec<_> = near.into_iter().map(|server| self.lease(server)).collect();
         self.shared.slots.add_group(&slabs, SLAB_SLOTS);
@@ -218,7 +245,7 @@ impl World {
         if !self.is(Sabotage::WriteNoGroups) {
             self.written.groups = (self.shared.slots.groups(), self.shared.slots.next_group());
         }
-        self.shared.slots.allocate(1, &|_| true).pop()
+        true
     }
 
     fn lease(&mut self, server: usize) -> SlabRef {

@@ -212,6 +212,7 @@ impl Simulation {
         let world = self.world.borrow();
         let runs = |ended| world.runs.iter().any(|run| run.run.has_ended() == ended);
         let connected = world.servers.servers.iter().any(|server| server.connected);
+        let has_to_move = self.shared.slots.vacating_pages() > 0;
         let may_go_on = |vcpu: &Vcpu| !vcpu.waits && (vcpu.access.is_some() || !self.calm);
         let all = [
             (400, Action::Guest, world.vcpus.iter().any(may_go_on)),
@@ -220,7 +221,11 @@ impl Simulation {
             (120, Action::Owner, world.uffds.iter().any(Uffd::has_read)),
             (150, Action::Evictor, runs(false)),
             (80, Action::RunDone, runs(true)),
-            (60, Action::Write, connected && !world.orders.is_empty()),
+            (
+                60,
+                Action::Write,
+                connected && (!world.orders.is_empty() || has_to_move),
+            ),
             (80, Action::Write, !world.servers.writes.is_empty()),
             (80, Action::Fetch, !world.servers.fetches.is_empty()),
             (40, Action::Alert, world.alerted.contains(&true)),
@@ -372,6 +377,7 @@ impl Simulation {
 
     fn writer_step(&mut self) {
         self.world.borrow_mut().release_slabs();
+        self.world.borrow_mut().let_pages_move();
         match self.roll(3) {
             0 => {
                 let started = self.world.borrow_mut().start_write();

@@ -23,7 +23,7 @@ mod reclaim;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::sync::Arc;
 
 use foldhash::HashMap;
@@ -165,7 +165,7 @@ pub struct Shard<P: Ports> {
     pins: HashMap<PageIndex, u32>,
     pin_requests: HashMap<PinId, PinRequest>,
     /// Pages to be moved out of slabs that their server wants back.
-    to_move: VecDeque<PageIndex>,
+    to_move: BTreeSet<PageIndex>,
     /// The next of them waits for room.
     move_waits: bool,
     /// Staging slots for pages on their way.
@@ -221,7 +221,7 @@ impl<P: Ports> Shard<P> {
             frozen: Vec::new(),
             pins: HashMap::default(),
             pin_requests: HashMap::default(),
-            to_move: VecDeque::new(),
+            to_move: BTreeSet::new(),
             move_waits: false,
             moving: HashMap::default(),
             staged_plain: HashMap::default(),
@@ -458,10 +458,21 @@ impl<P: Ports> Shard<P> {
                 self.resolve(page, pending);
             }
         }
-        self.move_pages();
-        self.bring_home();
-        self.give_slots_back();
-        self.schedule_runs();
+        loop {
+            self.move_pages();
+            self.bring_home();
+            self.give_slots_back();
+            self.schedule_runs();
+            // What was given back here may be what others wait for.
+            let ends_starvation = self.shared.staging.ends_starvation();
+            if ends_starvation || self.shared.budget.is_room_waited_for() {
+                self.ports.alert_shards();
+            }
+            // Or what was missing here a moment ago: nobody else says so once more.
+            if !ends_starvation {
+                return;
+            }
+        }
     }
 
     /// Does something to all pages of a run of which there is anything to know: they were touched once, or

@@ -15,14 +15,6 @@ impl<P: Ports> Shard<P> {
 
     /// A group of slabs is wanted back. Nothing new is placed in it already.
     pub fn on_vacate(&mut self, group: u32) {
-        // A server that is back says so again; each page is to be moved once.
-        let table = &self.shared.table;
-        self.to_move.retain(|page| {
-            table
-                .load(*page)
-                .slot
-                .is_none_or(|slot| slot.group != group)
-        });
         for part in self.parts.clone() {
             self.for_known(part, |shard, page| shard.vacate(page, group));
         }
@@ -35,7 +27,9 @@ impl<P: Ports> Shard<P> {
             return;
         }
         match entry.state {
-            State::Stored => self.to_move.push_back(page),
+            State::Stored => {
+                self.to_move.insert(page);
+            }
             State::Resident => self.keep_as_dirty(page, entry),
             // A run in work is looked at when it ends.
             _ => {}
@@ -46,17 +40,18 @@ impl<P: Ports> Shard<P> {
     pub(super) fn move_if_vacating(&mut self, page: PageIndex) {
         let slot = self.shared.table.load(page).slot;
         if slot.is_some_and(|slot| self.shared.slots.is_vacating(slot)) {
-            self.to_move.push_back(page);
+            self.to_move.insert(page);
         }
     }
 
-    /// Starts moving what is to be moved, as far as there is room for it.
+    /// Starts moving what is to be moved, as far as there is room for it: in memory, in staging, and on
+    /// servers, of which the writer knows.
     pub(super) fn move_pages(&mut self) {
         if std::mem::take(&mut self.move_waits) {
             self.shared.budget.end_waiting();
         }
         while self.moving.len() < MOVES_MOST {
-            let Some(page) = self.to_move.pop_front() else {
+            let Some(page) = self.to_move.first().copied() else {
                 return;
             };
             let entry = self.shared.table.load(page);
@@ -65,19 +60,25 @@ impl<P: Ports> Shard<P> {
                 .is_some_and(|slot| self.shared.slots.is_vacating(slot));
             // Whoever waits for the page already brings it home, and its slot is dropped then.
             if entry.state != State::Stored || !vacating || self.pending.contains_key(&page) {
+                self.to_move.remove(&page);
                 continue;
+            }
+            if !self.shared.slots.may_move() {
+                return;
             }
             if !self.shared.budget.acquire(1) {
                 // Whoever gives room back tells those who are counted as waiting.
                 self.shared.budget.start_waiting();
                 self.move_waits = true;
-                return self.to_move.push_front(page);
+                return;
             }
             let Some(ticket) = self.staging_slot() else {
                 self.shared.budget.release(1);
                 self.shared.staging.note_starved();
-                return self.to_move.push_front(page);
+                return;
             };
+            self.shared.slots.count_move();
+            self.to_move.remove(&page);
             self.moving.insert(page, ticket);
             let pending = Pending::new(None, self.ports.now_us());
             self.start_fetch(page, entry, 0, pending);

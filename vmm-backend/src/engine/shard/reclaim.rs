@@ -37,10 +37,6 @@ impl<P: Ports> Shard<P> {
         {
             self.ports.alert_shards();
         }
-        // What was given back here may be what others wait for.
-        if self.shared.budget.is_room_waited_for() || self.shared.staging.ends_starvation() {
-            self.ports.alert_shards();
-        }
     }
 
     /// Tells others how long the pages have been there that it could hand out now.

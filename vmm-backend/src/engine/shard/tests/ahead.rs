@@ -1,7 +1,6 @@
 //! Pages fetched before anybody asks for them.
 
 use super::bench::*;
-use crate::engine::slots::SlabRef;
 use crate::engine::table::State;
 use crate::engine::{PageIndex, PinId};
 
@@ -249,9 +248,7 @@ fn one_whose_server_wants_its_slab_back_is_moved_after_all() {
     let mut bench = under_way();
     bench.answer(20);
     bench.answer(21);
-    let slab = SlabRef { server: 0, slab: 0 };
-    let group = bench.shared.slots.vacate(slab).expect("not empty");
-    bench.shard.on_vacate(group);
+    bench.vacate();
     bench.shard.pump();
     bench.world().agains = 1;
     bench.answer(22);

@@ -248,7 +248,7 @@ impl EvictionPorts for Script {
 
 pub(super) const PAGES: u32 = 256;
 pub(super) const SHARD_PAGES: u32 = 128;
-const SLAB: SlabRef = SlabRef { server: 0, slab: 0 };
+pub(super) const SLAB: SlabRef = SlabRef { server: 0, slab: 0 };
 
 /// What a guest's shards share: room for `limit` pages, `staging` staging slots, one slab.
 pub(crate) fn shared(limit: u64, staging: u32) -> SharedRef {
@@ -408,6 +408,25 @@ impl Bench {
         self.shard.on_run_done(&run);
         self.drop_spares();
         self.shard.pump();
+    }
+
+    /// The slab is wanted back, and another is leased in its place.
+    pub(super) fn vacate(&mut self) {
+        self.vacate_without_room();
+        self.lease(1, 64);
+    }
+
+    /// The slab is wanted back, and no other is to be had.
+    pub(super) fn vacate_without_room(&mut self) {
+        let group = self.shared.slots.vacate(SLAB).expect("not empty");
+        self.shard.on_vacate(group);
+    }
+
+    /// Another slab is leased, as far as whose room pages may move.
+    pub(super) fn lease(&mut self, slab: u64, slots: u32) {
+        let slab = SlabRef { slab, ..SLAB };
+        self.shared.slots.add_slab(slab, slots);
+        assert!(self.shared.let_pages_move());
     }
 
     pub(super) fn evict_all(&mut self) {

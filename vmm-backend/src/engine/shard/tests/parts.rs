@@ -75,9 +75,7 @@ fn a_page_found_unsealed_is_sealed_where_it_is_staged_again_to_be_moved() {
     let mut bench = taken_over(&[7], &[7]);
     let write = bench.start_write();
     bench.end_write(write);
-    let slab = bench.shared.slots.place(write.1).expect("its slab").slab;
-    let group = bench.shared.slots.vacate(slab).expect("not empty");
-    bench.shard.on_vacate(group);
+    bench.vacate();
     bench.shard.pump();
     bench.answer(1);
     assert_eq!(bench.state(7), State::Staged);

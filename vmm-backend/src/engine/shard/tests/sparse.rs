@@ -62,12 +62,7 @@ fn what_is_done_to_all_memory_looks_at_what_was_touched() {
         bench.shard.on_groups_lost(&HashSet::from([9]));
     });
     let mut bench = demand_few("a slab that is wanted back", |bench| {
-        let slot = bench.entry(TOUCHED[0]).slot.expect("stored");
-        bench
-            .shared
-            .slots
-            .vacate(bench.shared.slots.place(slot).expect("a place").slab);
-        bench.shard.on_vacate(slot.group);
+        bench.vacate();
     });
     assert_eq!(bench.world().fetches.len(), 1, "its page is moved");
 }

@@ -258,20 +258,44 @@ fn an_abandoned_write_is_ordered_again_unless_it_is_stale() {
 fn pages_move_out_of_a_slab_that_is_wanted_back() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
-    let slab = bench
-        .shared
-        .slots
-        .place(bench.entry(7).slot.expect("stored"));
-    let slab = slab.expect("its slab").slab;
-    let group = bench.shared.slots.vacate(slab).expect("not empty");
-    bench.shard.on_vacate(group);
+    bench.vacate();
     bench.shard.pump();
     bench.answer(1);
     assert_eq!(bench.state(7), State::Staged);
-    assert_eq!(bench.shared.slots.drain_releasable(), [slab]);
+    assert_eq!(bench.shared.slots.drain_releasable(), [SLAB]);
     assert_eq!(bench.shared.budget.used(), 0);
     bench.fault(7, READ);
     assert_eq!(bench.read(7), Some(bytes(1)));
+}
+
+#[test]
+fn pages_move_as_far_as_there_is_room_for_them() {
+    let mut bench = Bench::new();
+    for page in [7, 8, 9] {
+        bench.store_remotely(page, 1);
+    }
+    bench.vacate_without_room();
+    assert!(!bench.shared.let_pages_move());
+    bench.shard.pump();
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    bench.lease(1, 2);
+    bench.shard.pump();
+    assert_eq!(bench.shard.moves(), 2);
+    bench.answer(1);
+    bench.answer(1);
+    // What is staged needs the room that there is.
+    assert!(!bench.shared.let_pages_move());
+    bench.shard.pump();
+    assert_eq!((bench.shard.moves(), bench.shared.staging.in_use()), (0, 2));
+    for _ in 0..2 {
+        let write = bench.start_write();
+        bench.end_write(write);
+    }
+    assert!(!bench.shared.let_pages_move());
+    bench.lease(2, 1);
+    bench.shard.pump();
+    bench.answer(1);
+    assert_eq!(bench.shared.slots.drain_releasable(), [SLAB]);
 }
 
 #[test]
@@ -279,13 +303,9 @@ fn a_slab_that_is_asked_for_again_moves_each_page_once() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
     bench.store_remotely(8, 1);
-    let slot = bench.entry(7).slot.expect("stored");
-    let slab = bench.shared.slots.place(slot).expect("its slab").slab;
-    for _ in 0..3 {
-        let group = bench.shared.slots.vacate(slab).expect("not empty");
-        bench.shard.on_vacate(group);
-    }
-    assert_eq!(bench.shard.to_move, [PageIndex(7), PageIndex(8)]);
+    (0..3).for_each(|_| bench.vacate_without_room());
+    let to_move: Vec<_> = bench.shard.to_move.iter().copied().collect();
+    assert_eq!(to_move, [PageIndex(7), PageIndex(8)]);
 }
 
 #[test]
@@ -294,26 +314,18 @@ fn a_page_written_into_a_slab_wanted_back_meanwhile_moves_too() {
     bench.touch(7, 1);
     bench.evict_all();
     let write = bench.start_write();
-    let slab = bench.shared.slots.place(write.1).expect("its slab").slab;
-    let group = bench.shared.slots.vacate(slab).expect("not empty");
-    bench.shard.on_vacate(group);
+    bench.vacate();
     bench.end_write(write);
     assert_eq!(bench.shard.moves(), 1);
     bench.answer(1);
-    assert_eq!(bench.shared.slots.drain_releasable(), [slab]);
+    assert_eq!(bench.shared.slots.drain_releasable(), [SLAB]);
 }
 
 #[test]
 fn a_fault_on_a_page_that_moves_brings_it_home() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
-    let slab = bench
-        .shared
-        .slots
-        .place(bench.entry(7).slot.expect("stored"));
-    let slab = slab.expect("its slab").slab;
-    let group = bench.shared.slots.vacate(slab).expect("not empty");
-    bench.shard.on_vacate(group);
+    bench.vacate();
     bench.shard.pump();
     bench.fault(7, WRITE);
     bench.answer(1);
