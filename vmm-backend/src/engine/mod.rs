@@ -244,15 +244,19 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// Lets so many pages leave slabs that their servers want back as there is room for on servers beside
-    /// what is staged already; whether it is any. Others could not be written, and what is evicted would
-    /// find no place in staging.
-    pub fn let_pages_move(&self) -> bool {
-        let staged =
-            self.staging.capacity() - self.staging.available().min(self.staging.capacity());
-        let room = self.slots.room(&|_| true).saturating_sub(staged.into());
-        self.slots.allow_moves(room);
-        room > 0
+    /// Lets so many pages leave slabs that their servers want back as there is room for on servers that
+    /// `may_take` any, beside what is staged already and what is to be left; whether it is any. Others
+    /// could not be written, and what is evicted would find no place in staging.
+    pub fn let_pages_move(&self, left: u64, may_take: &dyn Fn(slots::ServerIndex) -> bool) -> bool {
+        let pages = match self.slots.vacating_pages() {
+            0 => 0,
+            _ => {
+                let wanted = u64::from(self.staging.taken()) + left;
+                self.slots.room(may_take).saturating_sub(wanted)
+            }
+        };
+        self.slots.allow_moves(pages);
+        pages > 0
     }
 
     /// Keeps a page that is about to leave compressed, where that is wished and of use.

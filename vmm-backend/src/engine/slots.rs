@@ -369,6 +369,12 @@ impl SlotPool {
             .is_some_and(|group| !group.vacating && self.reaches_one(group))
     }
 
+    /// Whether a slot's bytes can be had now.
+    pub(super) fn is_within_reach(&self, slot: SlotId) -> bool {
+        let inner = self.lock();
+        inner.of(slot).is_some_and(|group| self.reaches_one(group))
+    }
+
     /// Slots free on connected servers that `may_take` more.
     pub fn room(&self, may_take: &dyn Fn(ServerIndex) -> bool) -> u64 {
         let inner = self.lock();

@@ -192,6 +192,13 @@ impl StagingPool {
         (slots.free.len() + slots.spares.len()) as u32
     }
 
+    /// Slots of the capacity that are not.
+    pub fn taken(&self) -> u32 {
+        let slots = self.slots();
+        let available = slots.free.len() + slots.spares.len();
+        slots.capacity.saturating_sub(available as u32)
+    }
+
     /// Notes that a shard needs slots and found none. It looks once more after that.
     pub fn note_starved(&self) {
         self.starved.store(true, Ordering::SeqCst);

@@ -75,7 +75,7 @@ struct Order {
 }
 
 /// Where pages may be placed.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 enum Slabs {
     /// Where they may stay.
     Lasting,
@@ -420,12 +420,17 @@ impl Writer {
     /// Asks for a slab while the room left is less than a few batches and pages wait, or are to be moved.
     fn lease_ahead(&mut self) {
         let batch = self.batch_pages();
-        let to_move = self.shared.slots.vacating_pages().min(batch as u64);
-        let waiting = self.claimed.len() + self.queue.len() + to_move as usize;
+        let waiting = self.claimed.len() + self.queue.len();
         let wanting = waiting + self.in_flight.len() * batch;
-        let enough = (wanting + self.batches_in_flight() * batch) as u64;
         let slots = &self.shared.slots;
-        if wanting == 0 || slots.room(&|server| self.may_take(server)) >= enough {
+        let has_to_move = slots.vacating_pages() > 0;
+        let mut enough = (wanting + self.batches_in_flight() * batch) as u64;
+        if has_to_move {
+            // With less, none is let move.
+            enough = enough.max(u64::from(self.shared.staging.taken()) + 2 * batch as u64);
+        }
+        let is_idle = wanting == 0 && !has_to_move;
+        if is_idle || slots.room(&|server| self.may_take(server)) >= enough {
             slots.want_back(0);
             return;
         }
@@ -435,11 +440,12 @@ impl Writer {
         let now = Instant::now();
         let unreserved = |server: &ServerIndex| {
             let promise = self.sessions[*server].promise();
-            let lent = promise.slabs * promise.slab_bytes;
-            promise.bytes.saturating_sub(lent)
+            promise
+                .bytes
+                .saturating_sub(promise.slabs * promise.slab_bytes)
         };
         let candidates = (0..self.sessions.len())
-            .filter(|server| self.shared.slots.is_connected(*server))
+            .filter(|server| slots.is_connected(*server))
             .filter(|server| self.may_take(*server))
             .filter(|server| !self.leases[*server].asked)
             .filter(|server| {
@@ -447,21 +453,37 @@ impl Writer {
                     .not_before
                     .is_none_or(|time| time <= now)
             });
-        if let Some(server) = candidates.max_by_key(unreserved) {
+        let candidate = candidates.max_by_key(unreserved);
+        // More than was ever promised, where another server does not keep its promise: not for slots that
+        // pages in memory only keep.
+        let is_promised = |server: &ServerIndex| {
+            unreserved(server) >= self.sessions[*server].promise().slab_bytes
+        };
+        let may_exceed = has_to_move || slots.kept() == 0;
+        if let Some(server) = candidate.filter(|server| is_promised(server) || may_exceed) {
             self.leases[server].asked = true;
             self.sessions[server].request_slab();
             crash_points::pass(Point::LeaseAsked);
-        } else if !self.leases.iter().any(|lease| lease.asked) {
-            // No server lends more for now.
-            self.want_kept_slots(waiting as u64);
-            // Better there than that the guest waits for a server that has room.
+            return;
+        }
+        let is_near = |server: ServerIndex| slots.is_connected(server);
+        let mut leases = self.leases.iter().enumerate();
+        if leases.any(|(server, lease)| lease.asked && is_near(server)) {
+            return;
+        }
+        // No server lends more for now.
+        self.want_kept_slots(waiting as u64);
+        // Better there than that the guest waits for a server that has room.
+        if self.shared.slots.room(&|_| true) == 0 {
             self.submit(Slabs::Vacating);
         }
     }
 
     /// Lets shards move what servers want back, as far as there is room for it.
     fn let_pages_move(&self) {
-        if self.shared.slots.vacating_pages() > 0 && self.shared.let_pages_move() {
+        let left = self.batch_pages() as u64;
+        let may_take = |server: ServerIndex| self.conns[server].is_some();
+        if self.shared.let_pages_move(left, &may_take) {
             self.shards.iter().for_each(Inbox::ring);
         }
     }

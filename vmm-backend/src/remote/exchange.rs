@@ -123,6 +123,7 @@ impl Keeper {
                 Ok(())
             }
             (Asked::Lease, Reply::Leased { slab }) => {
+                self.no_more = None;
                 self.take_lease(link, slab)?;
                 self.advance_verbs(link)
             }
@@ -134,6 +135,8 @@ impl Keeper {
                     self.show(|status| status.reserved_bytes = reserved_bytes);
                 }
                 let server = self.server;
+                // Why more was not promised says more than that it was not.
+                let reason = self.no_more.take().unwrap_or(reason);
                 self.tell(SessionEvent::LeaseRefused { server, reason })
             }
             (Asked::Reserve(asked, answer), Reply::Reserved { bytes }) => {
@@ -150,13 +153,15 @@ impl Keeper {
                 }
                 Ok(())
             }
-            (Asked::ReserveMore(asked), Reply::Reserved { bytes }) => {
-                self.reserve_bytes = asked;
+            // Not asked for again after a reconnection: what is leased stays promised.
+            (Asked::ReserveMore(_), Reply::Reserved { bytes }) => {
                 self.show(|status| status.reserved_bytes = bytes);
                 Ok(())
             }
-            // The lease is refused then, which is told.
-            (Asked::ReserveMore(_), Reply::Refused(_)) => Ok(()),
+            (Asked::ReserveMore(_), Reply::Refused(reason)) => {
+                self.no_more = Some(reason);
+                Ok(())
+            }
             (Asked::DataToken(role), Reply::DataToken { token }) => {
                 self.open(role, Agreed::Token(token));
                 Ok(())

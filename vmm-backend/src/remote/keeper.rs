@@ -12,7 +12,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use outram_wire::causes::with_causes;
 use outram_wire::server::channel::{ChannelError, EventFd, Received};
 use outram_wire::server::clock::BootTime;
-use outram_wire::server::{DiskWelcome, InstanceId, Purpose, SlabId, Welcome};
+use outram_wire::server::{DiskWelcome, InstanceId, Purpose, Refusal, SlabId, Welcome};
 use outram_wire::verbs::Presence;
 
 use super::connect::{Dialer, Greeted};
@@ -50,6 +50,8 @@ pub(super) struct Keeper {
     pub(super) releasing: BTreeSet<SlabId>,
     /// Asked for by the owner, and not yet answered.
     pub(super) leases_wanted: usize,
+    /// Why the server promises no more, which the lease that was to follow is refused for.
+    pub(super) no_more: Option<Refusal>,
     pub(super) reserve_bytes: u64,
     /// Counts greetings, so that connections of a former one are not delivered.
     pub(super) generation: Arc<AtomicU64>,
@@ -112,6 +114,7 @@ impl Keeper {
             held: welcome.held.iter().copied().collect(),
             releasing: BTreeSet::new(),
             leases_wanted: 0,
+            no_more: None,
             reserve_bytes,
             generation: Arc::new(AtomicU64::new(0)),
             openings: None,
@@ -162,6 +165,7 @@ impl Keeper {
             held: former.held.into_iter().collect(),
             releasing: BTreeSet::new(),
             leases_wanted: 0,
+            no_more: None,
             reserve_bytes: former.reserve_bytes,
             generation: Arc::new(AtomicU64::new(0)),
             openings: None,
@@ -438,7 +442,7 @@ impl Keeper {
         if leased <= reserved || link.in_flight.iter().any(is_reserving) {
             return Ok(());
         }
-        self.ask(link, Asked::ReserveMore(leased.max(self.reserve_bytes)))
+        self.ask(link, Asked::ReserveMore(leased))
     }
 
     fn is_current(&self, generation: u64) -> bool {

@@ -585,6 +585,7 @@ fn more_than_was_promised_is_had_where_there_is_room() {
     let status = owner.session.status();
     assert_eq!((status.slabs, status.reserved_bytes), (8, 8 * SLAB));
     assert_eq!(status.detail, None);
+    assert!(matches!(owner.refused[..], [Refusal::ServerFull { .. }]));
     // It ends like any other promise: with what is leased of it.
     owner.session.release_slab(owner.held[7]);
     owner.session.reserve(2 * SLAB).expect("less");

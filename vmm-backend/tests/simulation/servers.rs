@@ -213,8 +213,11 @@ impl World {
         if self.shared.slots.vacating_pages() == 0 {
             return;
         }
-        let may_move = self.shared.let_pages_move();
-        if may_move || self.random.chance(500) && self.lease_group() && self.shared.let_pages_move()
+        let may_move = self.shared.let_pages_move(0, &|_| true);
+        if may_move
+            || self.random.chance(500)
+                && self.lease_group()
+                && self.shared.let_pages_move(0, &|_| true)
         {
             self.alerted = [true; SHARDS];
         }

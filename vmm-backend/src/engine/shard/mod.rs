@@ -458,7 +458,7 @@ impl<P: Ports> Shard<P> {
                 self.resolve(page, pending);
             }
         }
-        loop {
+        for _ in 0..2 {
             self.move_pages();
             self.bring_home();
             self.give_slots_back();
@@ -470,7 +470,7 @@ impl<P: Ports> Shard<P> {
             }
             // Or what was missing here a moment ago: nobody else says so once more.
             if !ends_starvation {
-                return;
+                break;
             }
         }
     }

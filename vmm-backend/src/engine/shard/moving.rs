@@ -4,8 +4,11 @@
 use super::*;
 use crate::engine::StagedPage;
 
-/// Pages on their way at once: enough to keep the wire busy, few beside the staging area.
+/// Pages on their way at once: enough to keep the wire busy.
 const MOVES_MOST: usize = 16;
+
+/// And no more than so much of staging, for each shard: where it is small, what is evicted needs it too.
+const MOVES_SHARE: usize = 8;
 
 impl<P: Ports> Shard<P> {
     /// Pages on their way out of slabs that their server wants back.
@@ -50,7 +53,8 @@ impl<P: Ports> Shard<P> {
         if std::mem::take(&mut self.move_waits) {
             self.shared.budget.end_waiting();
         }
-        while self.moving.len() < MOVES_MOST {
+        let share = self.shared.staging.capacity() as usize / MOVES_SHARE;
+        while self.moving.len() < share.clamp(1, MOVES_MOST) {
             let Some(page) = self.to_move.first().copied() else {
                 return;
             };
@@ -63,7 +67,11 @@ impl<P: Ports> Shard<P> {
                 self.to_move.remove(&page);
                 continue;
             }
-            if !self.shared.slots.may_move() {
+            // It waits for its server without holding what others need.
+            let is_near = entry
+                .slot
+                .is_some_and(|slot| self.shared.slots.is_within_reach(slot));
+            if !is_near || !self.shared.slots.may_move() {
                 return;
             }
             if !self.shared.budget.acquire(1) {

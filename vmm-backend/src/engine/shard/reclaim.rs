@@ -82,6 +82,7 @@ impl<P: Ports> Shard<P> {
 
     fn hand_out_run(&mut self, due: Kind, most: u32) -> bool {
         let Some(mut tickets) = self.shared.staging.take(most) else {
+            self.shared.staging.note_starved();
             return false;
         };
         let Self {

@@ -426,7 +426,7 @@ impl Bench {
     pub(super) fn lease(&mut self, slab: u64, slots: u32) {
         let slab = SlabRef { slab, ..SLAB };
         self.shared.slots.add_slab(slab, slots);
-        assert!(self.shared.let_pages_move());
+        assert!(self.shared.let_pages_move(0, &|_| true));
     }
 
     pub(super) fn evict_all(&mut self) {

@@ -275,23 +275,32 @@ fn pages_move_as_far_as_there_is_room_for_them() {
         bench.store_remotely(page, 1);
     }
     bench.vacate_without_room();
-    assert!(!bench.shared.let_pages_move());
+    assert!(!bench.shared.let_pages_move(0, &|_| true));
     bench.shard.pump();
     assert_eq!(bench.shared.staging.in_use(), 0);
     bench.lease(1, 2);
+    assert!(!bench.shared.let_pages_move(0, &|_| false));
+    assert!(!bench.shared.let_pages_move(2, &|_| true));
+    bench.shard.pump();
+    assert_eq!(bench.shard.moves(), 0);
+    assert!(bench.shared.let_pages_move(0, &|_| true));
+    bench.shared.slots.set_connected(0, false);
+    bench.shard.pump();
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    bench.shared.slots.set_connected(0, true);
     bench.shard.pump();
     assert_eq!(bench.shard.moves(), 2);
     bench.answer(1);
     bench.answer(1);
     // What is staged needs the room that there is.
-    assert!(!bench.shared.let_pages_move());
+    assert!(!bench.shared.let_pages_move(0, &|_| true));
     bench.shard.pump();
     assert_eq!((bench.shard.moves(), bench.shared.staging.in_use()), (0, 2));
     for _ in 0..2 {
         let write = bench.start_write();
         bench.end_write(write);
     }
-    assert!(!bench.shared.let_pages_move());
+    assert!(!bench.shared.let_pages_move(0, &|_| true));
     bench.lease(2, 1);
     bench.shard.pump();
     bench.answer(1);
