@@ -4,17 +4,14 @@
 //! Each point belongs to a scenario in which it is passed; one that is never reached fails, and so
 //! does one after which a page of the guest is not as it was last stored.
 
-use std::fs;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use nix::sys::signal::Signal;
 use outram_backend::crash_points::Point;
-use outram_tests::hermetic::command::wait_for;
 use outram_wire::control::Request;
 use serde_json::json;
 
-use crate::fixture::{Guest, LEAST, LEAST_HUGE, LONG, Lab, SLAB, Wish, demand_sound};
+use crate::fixture::{Guest, LEAST, LEAST_HUGE, LONG, Lab, Lender, SLAB, Wish, demand_sound};
 use crate::{disk, huge};
 
 pub(crate) const TESTS: &[crate::Test] = &[
@@ -259,28 +256,24 @@ fn leases(lab: &Lab) -> Result<()> {
 /// A server wants its memory back.
 fn vacating(lab: &Lab) -> Result<()> {
     each(Scenario::Vacating, |point| {
-        let config = lab.path(&format!("{}.toml", point.name()));
-        fs::write(&config, "memory = \"1GiB\"")?;
-        let shrinking = lab.server_with(&["--config", &config.display().to_string()])?;
+        let shrinking = Lender::start(lab, point.name(), 1 << 30)?;
         let other = lab.server()?;
-        let servers = [shrinking.address.as_str(), other.address.as_str()];
+        let servers = [shrinking.server.address.as_str(), other.address.as_str()];
         let wish = wish(&servers);
         let mut guest = filled(lab, &wish)?;
         guest.kill_backend()?;
         guest.take_over(lab, &dying(&wish, point))?;
         let sent = load(&mut guest, 0)?;
-        fs::write(&config, "memory = \"2MiB\"")?;
-        shrinking.signal(Signal::SIGHUP)?;
+        shrinking.lend(2 * SLAB)?;
         guest.wait_death()?;
         guest.take_over(lab, &wish)?;
-        let few = || Ok((shrinking.bytes_leased()? <= 2 * SLAB).then_some(()));
-        wait_for("slabs to be vacated", LONG, few).with_context(|| guest.log())?;
+        shrinking.wait_vacated(&guest)?;
         for id in sent {
             demand_sound(&guest.answer(id)?)?;
         }
         guest.verify(0, FILLED)?;
         guest.connect()?;
-        guest.end(&[&shrinking, &other])
+        guest.end(&[&shrinking.server, &other])
     })
 }
 

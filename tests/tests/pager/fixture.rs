@@ -1,9 +1,13 @@
 //! What the tests of the pager have beside the [small lab](outram_tests::small_lab).
 
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+use outram_tests::hermetic::command::wait_for;
+use outram_tests::hermetic::server::MemServer;
 
 pub(crate) use outram_tests::small_lab::{
     Control, Guest, LEAST, LEAST_HUGE, LONG, Lab, PAGE, SLAB, WHILE, Wish, certificates,
@@ -20,6 +24,41 @@ pub(crate) fn top() -> &'static Path {
 /// The lab that all tests share. Its programs are this build's.
 pub(crate) fn furnish() -> Result<Lab> {
     Lab::new(Path::new(env!("CARGO_BIN_EXE_small-vmm")))
+}
+
+/// A server whose memory can be changed while it runs.
+pub(crate) struct Lender {
+    config: PathBuf,
+    pub(crate) server: MemServer,
+}
+
+impl Lender {
+    pub(crate) fn start(lab: &Lab, name: &str, bytes: u64) -> Result<Self> {
+        let config = lab.path(&format!("{name}.toml"));
+        write_memory(&config, bytes)?;
+        let server = lab.server_with(&["--config", &config.display().to_string()])?;
+        Ok(Self { config, server })
+    }
+
+    /// Lends so much from now on: returns once it has taken that in.
+    pub(crate) fn lend(&self, bytes: u64) -> Result<()> {
+        write_memory(&self.config, bytes)?;
+        self.server.signal(Signal::SIGHUP)?;
+        wait_for("the server to lend that", LONG, || {
+            let lent = self.server.metric("outram_memserver_memory_bytes")?;
+            Ok((lent == bytes).then_some(()))
+        })
+    }
+
+    /// Waits until it has all back but two slabs.
+    pub(crate) fn wait_vacated(&self, guest: &Guest) -> Result<()> {
+        let few = || Ok((self.server.bytes_leased()? <= 2 * SLAB).then_some(()));
+        wait_for("slabs to be vacated", LONG, few).with_context(|| guest.log())
+    }
+}
+
+fn write_memory(config: &Path, bytes: u64) -> Result<()> {
+    Ok(fs::write(config, format!("memory = \"{bytes}\""))?)
 }
 
 /// How long the guest stood still, time by time.

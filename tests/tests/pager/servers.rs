@@ -2,19 +2,16 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
-use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::proxy::{Mischief, Proxy};
-use outram_tests::hermetic::server::MemServer;
 use outram_wire::control::{Phase, Status};
 use outram_wire::seal::Seal;
 use serde_json::json;
 
-use crate::fixture::{Guest, LONG, Lab, PAGE, SLAB, Wish, demand_sound, halt};
+use crate::fixture::{Guest, Lab, Lender, PAGE, SLAB, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_server_that_stands_still", standstill),
@@ -235,39 +232,6 @@ fn unanswered(lab: &Lab) -> Result<()> {
     }
     guest.verify(0, FILLED + 2 * MORE)?;
     guest.end(&servers.each_ref())
-}
-
-/// A server whose memory can be changed while it runs.
-struct Lender {
-    config: PathBuf,
-    server: MemServer,
-}
-
-impl Lender {
-    fn start(lab: &Lab, name: &str, bytes: u64) -> Result<Self> {
-        let config = lab.path(&format!("{name}.toml"));
-        write_memory(&config, bytes)?;
-        let server = lab.server_with(&["--config", &config.display().to_string()])?;
-        Ok(Self { config, server })
-    }
-
-    fn lend(&self, bytes: u64) -> Result<()> {
-        write_memory(&self.config, bytes)?;
-        self.server.signal(Signal::SIGHUP)?;
-        wait_for("the server to lend that", LONG, || {
-            let lent = self.server.metric("outram_memserver_memory_bytes")?;
-            Ok((lent == bytes).then_some(()))
-        })
-    }
-
-    fn wait_vacated(&self, guest: &Guest) -> Result<()> {
-        let few = || Ok((self.server.bytes_leased()? <= 2 * SLAB).then_some(()));
-        wait_for("slabs to be vacated", LONG, few).with_context(|| guest.log())
-    }
-}
-
-fn write_memory(config: &Path, bytes: u64) -> Result<()> {
-    Ok(fs::write(config, format!("memory = \"{bytes}\""))?)
 }
 
 const PLENTY: u64 = 1 << 30;

@@ -4,13 +4,12 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 
 use anyhow::{Context, Result, ensure};
-use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
 use outram_wire::control::{Request, Status};
 use outram_wire::units::format_size;
 use serde_json::json;
 
-use crate::fixture::{Guest, LEAST, LONG, Lab, PAGE, SLAB, Wish};
+use crate::fixture::{Guest, LEAST, LONG, Lab, Lender, PAGE, SLAB, Wish};
 
 pub(crate) const TESTS: &[crate::Test] = &[("a_guest_of_64_gib_costs_what_it_touches", large)];
 
@@ -76,9 +75,8 @@ fn verify(guest: &mut Guest) -> Result<()> {
 }
 
 fn large(lab: &Lab) -> Result<()> {
-    let config = lab.path("sparse.toml");
-    fs::write(&config, "memory = \"64GiB\"")?;
-    let server = lab.server_with(&["--config", &config.display().to_string()])?;
+    let lender = Lender::start(lab, "sparse", RAM_MIB << 20)?;
+    let server = &lender.server;
     let mut other = lab.server_with(&["--memory", "64GiB"])?;
     let addresses = [server.address.clone(), other.address.clone()];
     let wish = Wish {
@@ -112,10 +110,8 @@ fn large(lab: &Lab) -> Result<()> {
     guest.settle()?;
 
     ensure!(server.slabs_leased()? > 4, "it holds too little");
-    fs::write(&config, "memory = \"2MiB\"")?;
-    server.signal(Signal::SIGHUP)?;
-    let few = || Ok((server.bytes_leased()? <= 2 * SLAB).then_some(()));
-    wait_for("slabs to be vacated", LONG, few).with_context(|| guest.log())?;
+    lender.lend(2 * SLAB)?;
+    lender.wait_vacated(&guest)?;
     demand_little(&guest, "moved out of slabs")?;
     verify(&mut guest)?;
 
@@ -162,5 +158,5 @@ fn large(lab: &Lab) -> Result<()> {
     other.start_again()?;
     guest.wait_status("the loss to be told", |status| status.lost_bytes > 0)?;
     demand_little(&guest, "some of it lost")?;
-    guest.kill(&[&server, &other])
+    guest.kill(&[server, &other])
 }

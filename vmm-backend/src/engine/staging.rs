@@ -76,6 +76,10 @@ pub struct StagingPool {
 }
 
 impl Slots {
+    fn available(&self) -> u32 {
+        (self.free.len() + self.spares.len()) as u32
+    }
+
     fn put_back(&mut self, slot: StagingSlot) {
         if slot.0 < self.capacity {
             self.uses[slot.0 as usize].0 = Use::Free;
@@ -188,15 +192,13 @@ impl StagingPool {
 
     /// Slots that are free or as good as.
     pub fn available(&self) -> u32 {
-        let slots = self.slots();
-        (slots.free.len() + slots.spares.len()) as u32
+        self.slots().available()
     }
 
     /// Slots of the capacity that are not.
     pub fn taken(&self) -> u32 {
         let slots = self.slots();
-        let available = slots.free.len() + slots.spares.len();
-        slots.capacity.saturating_sub(available as u32)
+        slots.capacity.saturating_sub(slots.available())
     }
 
     /// Notes that a shard needs slots and found none. It looks once more after that.

@@ -466,9 +466,8 @@ impl Writer {
             crash_points::pass(Point::LeaseAsked);
             return;
         }
-        let is_near = |server: ServerIndex| slots.is_connected(server);
         let mut leases = self.leases.iter().enumerate();
-        if leases.any(|(server, lease)| lease.asked && is_near(server)) {
+        if leases.any(|(server, lease)| lease.asked && slots.is_connected(server)) {
             return;
         }
         // No server lends more for now.
