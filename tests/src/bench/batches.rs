@@ -142,8 +142,7 @@ impl Line {
             timing: Timing::default(),
         };
         let (sender, events) = unbounded();
-        let lease = Lease::start(0, &config, sender)?;
-        lease.reserve(SLAB_BYTES)?;
+        let lease = Lease::start(0, &config, SLAB_BYTES, sender)?;
         lease.request_slab();
         let (conn, slab) = granted(&events)?;
         Ok(Self { lease, conn, slab })

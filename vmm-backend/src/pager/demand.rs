@@ -359,8 +359,7 @@ mod tests {
             let server = serve(&pki, anywhere(), |_| {});
             let (sender, events) = unbounded();
             let config = config(server.local_addr(), pki.client.clone());
-            let session = Session::start(0, &config, sender).expect("a session");
-            session.reserve(SLAB).expect("there is room");
+            let session = Session::start(0, &config, SLAB, sender).expect("a session");
             session.request_slab();
             let shared = bench::shared(1, 1);
             let demand = DemandReads::new(Arc::clone(&shared), Arc::new([session]));

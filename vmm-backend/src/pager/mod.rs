@@ -14,7 +14,6 @@ mod keeping;
 mod limits;
 mod pin;
 mod plugging;
-mod promises;
 mod ready;
 mod record;
 mod released;
@@ -37,7 +36,6 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use outram_wire::compressed_share::ShareError;
 use outram_wire::granularity::GranularityError;
-use outram_wire::limits::{Sizes, Standing, most_staging_pages};
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::tuning::{Tuning, Workers};
@@ -61,10 +59,9 @@ use evictor::{EvictorParts, Evictors};
 use guest_ram::{GuestRam, table_pages};
 use inbox::{Inbox, Messages, inbox};
 use keeping::Housekeeping;
-use limits::BudgetRule;
+use limits::{BudgetRule, Standing};
 use pin::PinGate;
 use plugging::{AsideList, Plugging};
-use promises::Promises;
 use record::{Keys, Record, Records};
 use shard_thread::{ShardEvent, ShardGauges, ShardPorts, ShardThread};
 use state_dir::{FileSizes, StagingArea, StateDir};
@@ -75,16 +72,13 @@ pub use homing::{Course, HomingError};
 pub(crate) use record::DISK_KEY;
 pub(crate) use state_dir::DISK_TABLE;
 
-pub use limits::{HEADROOM_BYTES, LimitError};
+pub use limits::{HEADROOM_BYTES, LimitError, Sizes, min_limit_bytes};
 pub use report::{MemoryReport, ServerNotes};
 pub use state_dir::StateError;
 pub use takeover::{Orphan, TakeoverError};
 
 /// How long the servers may take to confirm that everything was given back.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Pause before a new session, which has lost its connection, is asked for a promise again.
-const RETRY_PROMISE: Duration = Duration::from_millis(50);
 
 /// Blocks that a guest may have at a time: more than libvirt gives a domain slots for, usually.
 const MOST_BLOCKS: u32 = 64;
@@ -206,7 +200,7 @@ fn system(what: &'static str) -> impl FnOnce(io::Error) -> PagerError {
 /// A pager with its servers and its state, before a guest's memory is handed over.
 pub struct PreparedPager {
     config: PagerConfig,
-    sizes: Sizes,
+    sizes: limits::Sizes,
     shared: SharedRef,
     staging: Arc<StagingArea>,
     table_file: std::fs::File,
@@ -238,7 +232,7 @@ fn state_sizes(config: &PagerConfig) -> Result<FileSizes, PagerError> {
     let most_ram = config.max_ram_bytes.max(config.ram_bytes);
     let pages = table_pages(most_ram, MOST_BLOCKS, config.shards, config.page_size);
     let pages = u32::try_from(pages).map_err(|_| LimitError::TooMuchRam(most_ram))?;
-    let staging = most_staging_pages(most_ram, config.page_size);
+    let staging = limits::most_staging_pages(most_ram, config.page_size);
     Ok(FileSizes {
         pages,
         staging_bytes: u64::from(staging) * config.page_size.bytes(),
@@ -258,7 +252,7 @@ impl PreparedPager {
         }
         let size = config.page_size;
         let standing = config.standing();
-        standing.check().map_err(LimitError::from)?;
+        standing.check()?;
         let sizes = standing.sizes();
         standing.compressed.check(size)?;
         let pace = pace_of(&config.tuning, size)?;
@@ -285,10 +279,6 @@ impl PreparedPager {
         };
         state_dir.records().write_keys(&keys)?;
         state_dir.records().write_tuning(&config.tuning)?;
-        if sessions.len() > 1 {
-            let parts = promises::parts(&sessions);
-            state_dir.records().write_promises(&parts)?;
-        }
         let shared = Arc::new(Shared {
             page_size: size,
             table: PageTable::new(Box::new(table), &[]),
@@ -449,9 +439,6 @@ impl PreparedPager {
         }
         let notes = Arc::new(ServerNotes::new(self.sessions.len()));
         let records = self.state_dir.records();
-        let each = standing.reserve_bytes(self.sessions.len());
-        let promises = Promises::new(Arc::clone(&self.sessions), records.clone(), each);
-        let promises = Arc::new(promises);
         let keeping = Housekeeping {
             shared: Arc::clone(&self.shared),
             staging: Arc::clone(&self.staging),
@@ -462,7 +449,6 @@ impl PreparedPager {
             notes: Arc::clone(&notes),
             rule: Arc::clone(&rule),
             records: records.clone(),
-            promises: Arc::clone(&promises),
             known_slabs: held.recovered.unwrap_or_default(),
         };
         threads.push(spawn("housekeeping", &gate, move || {
@@ -500,42 +486,22 @@ impl PreparedPager {
             course: Mutex::new(Course::Serving),
             retired: AtomicBool::new(false),
             state_dir: Mutex::new(Some(self.state_dir)),
-            promises,
             records,
             record: Mutex::new(held.record),
         })
     }
 }
 
-/// Opens a session with each server, and has them promise what the guest may need remotely.
+/// Opens a session with each server; what the guest may need remotely is reserved in equal parts.
 fn start_sessions(
     remote: &RemoteConfig,
     standing: &Standing,
     events: &Sender<SessionEvent>,
 ) -> Result<Arc<[Session]>, PagerError> {
-    let servers = remote.addresses.len();
-    let mut sessions = Vec::with_capacity(servers);
-    let mut start = || {
-        for server in 0..servers {
-            sessions.push(Session::start(server, remote, events.clone())?);
-        }
-        let patience = remote.timing.answer + remote.timing.connect;
-        let (each, deadline) = (standing.reserve_bytes(servers), Instant::now() + patience);
-        loop {
-            match promises::raise(&sessions, each) {
-                // Where RDMA fails at once, TCP may do.
-                Err(RemoteError::Disconnected(_)) if Instant::now() < deadline => {
-                    std::thread::sleep(RETRY_PROMISE);
-                }
-                outcome => return outcome,
-            }
-        }
-    };
-    if let Err(error) = start() {
-        // Nothing of it stays behind on those that can be reached.
-        close_sessions(&sessions);
-        return Err(error.into());
-    }
+    let each = standing.reserve_bytes(remote.addresses.len());
+    let sessions = (0..remote.addresses.len())
+        .map(|server| Session::start(server, remote, each, events.clone()));
+    let sessions: Vec<Session> = sessions.collect::<Result<_, _>>()?;
     Ok(sessions.into())
 }
 
@@ -697,7 +663,6 @@ pub struct Pager {
     /// What works towards the servers has ended.
     retired: AtomicBool,
     state_dir: Mutex<Option<StateDir>>,
-    promises: Arc<Promises>,
     records: Records,
     /// What a successor is to find.
     record: Mutex<Record>,

@@ -26,7 +26,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crossbeam_channel::{Sender, unbounded};
-use outram_wire::limits::Standing;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::server::SlabId;
 use outram_wire::tuning::Tuning;
@@ -34,11 +33,12 @@ use outram_wire::units::{PageSize, VmId};
 
 use super::guest_ram::GuestRam;
 use super::inbox::Inbox;
+use super::limits::Standing;
 use super::plugging::{Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
-use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, lock, pace_of, promises, system};
+use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, lock, pace_of, system};
 use crate::crash_points::{self, Point};
 use crate::engine::ages::Ages;
 use crate::engine::compressed::CompressedPool;
@@ -211,11 +211,9 @@ impl Orphan {
             ..remote.clone()
         };
         let (sender, events) = unbounded();
-        let servers = remote.addresses.len();
-        let each = standing.reserve_bytes(servers);
-        let parts = promises::resumed(&self.state_dir.records().promises()?, each, servers);
+        let each = standing.reserve_bytes(remote.addresses.len());
         crash_points::pass(Point::RecoverSessions);
-        let sessions = resume_sessions(&remote, &parts, &recovered, &sender)?;
+        let sessions = resume_sessions(&remote, each, &recovered, &sender)?;
         let prepared = PreparedPager {
             config: PagerConfig {
                 vm: self.record.vm,
@@ -455,17 +453,17 @@ fn fit_staging(shared: &Shared, staging: &StagingArea, capacity: u32) -> io::Res
 
 fn resume_sessions(
     remote: &RemoteConfig,
-    parts: &[u64],
+    reserve_bytes: u64,
     slabs: &HashSet<SlabRef>,
     events: &Sender<SessionEvent>,
 ) -> Result<Vec<Session>, RemoteError> {
-    let resume = |(server, reserve_bytes): (usize, &u64)| {
+    let resume = |server| {
         let own = slabs.iter().filter(|slab| slab.server == server);
         let former = Former {
             held: own.map(|slab| SlabId(slab.slab)).collect(),
-            reserve_bytes: *reserve_bytes,
+            reserve_bytes,
         };
         Session::resume(server, remote, former, events.clone())
     };
-    parts.iter().enumerate().map(resume).collect()
+    (0..remote.addresses.len()).map(resume).collect()
 }

@@ -258,6 +258,47 @@ impl Dialer {
         })
     }
 
+    /// The first reservation, before anything else is said; what is refused here ends the session, so
+    /// that nothing stays behind on the server.
+    pub(super) fn reserve_first(
+        &self,
+        greeted: &mut Greeted,
+        bytes: u64,
+    ) -> Result<(), RemoteError> {
+        let deadline = Instant::now() + self.timing.answer;
+        let message = |id, request| ClientMessage::Request { id, request };
+        let send = |channel: &mut Channel, message| {
+            let sent = channel.send(&message, deadline);
+            sent.map_err(|source| self.control_error(source))
+        };
+        let channel = &mut greeted.channel;
+        send(channel, message(0, Request::Reserve { bytes }))?;
+        loop {
+            match self.receive(channel, deadline)? {
+                ServerMessage::Reply {
+                    id: 0,
+                    reply: Reply::Reserved { bytes },
+                } => {
+                    greeted.welcome.reserved_bytes = bytes;
+                    return Ok(());
+                }
+                ServerMessage::Reply {
+                    id: 0,
+                    reply: Reply::Refused(refusal),
+                } => {
+                    // Only what was opened just now is ended: a former session holds pages.
+                    if !greeted.welcome.resumed {
+                        let _ = send(channel, message(1, Request::Goodbye));
+                        let _ = self.receive(channel, deadline);
+                    }
+                    return Err(self.refused(refusal));
+                }
+                ServerMessage::Vacate { .. } | ServerMessage::Closing => {}
+                other => return Err(self.protocol(format!("{other:?} instead of a reservation"))),
+            }
+        }
+    }
+
     /// Gives everything back, and waits for the server's word that it has it.
     pub(super) fn say_goodbye(&self, channel: &mut Channel, id: u64) -> Result<(), RemoteError> {
         let deadline = Instant::now() + self.timing.answer;

@@ -48,14 +48,11 @@ pub(super) struct Keeper {
     pub(super) held: BTreeSet<SlabId>,
     /// Given back, but not yet acknowledged.
     pub(super) releasing: BTreeSet<SlabId>,
-    /// Asked back by the server, which promises so much less once it has them.
-    pub(super) vacating: BTreeSet<SlabId>,
     /// Asked for by the owner, and not yet answered.
     pub(super) leases_wanted: usize,
     /// Why the server promises no more, which the lease that was to follow is refused for.
     pub(super) no_more: Option<Refusal>,
-    /// What was last shown of a promise that is wanted and not given.
-    pub(super) promise_refused: Option<String>,
+    pub(super) reserve_bytes: u64,
     /// Counts greetings, so that connections of a former one are not delivered.
     pub(super) generation: Arc<AtomicU64>,
     pub(super) openings: Option<Sender<Opening>>,
@@ -71,16 +68,23 @@ pub(super) struct Keeper {
 }
 
 impl Keeper {
-    /// Connects for the first time.
+    /// Connects for the first time, and reserves.
     pub(super) fn start(
         server: usize,
         config: &RemoteConfig,
         purpose: Purpose,
+        reserve_bytes: u64,
         events: Sender<SessionEvent>,
         waker: EventFd,
     ) -> Result<Self, RemoteError> {
         let dialer = Dialer::new(config, server)?;
-        let greeted = dialer.control(&purpose, true)?;
+        let mut greeted = dialer.control(&purpose, true)?;
+        // A claimed disk keeps what was set aside for it.
+        let reserve_bytes = match greeted.welcome.disk {
+            Some(_) => reserve_bytes.max(greeted.welcome.reserved_bytes),
+            None => reserve_bytes,
+        };
+        dialer.reserve_first(&mut greeted, reserve_bytes)?;
         let purpose = resumption(purpose, &greeted.welcome);
         let welcome = &greeted.welcome;
         let status = SessionStatus {
@@ -92,8 +96,6 @@ impl Keeper {
             slab_bytes: welcome.slab_bytes,
             slabs: 0,
             reserved_bytes: 0,
-            // What was set aside before stays: for a disk that is claimed.
-            wanted_bytes: welcome.reserved_bytes,
             reconnections: 0,
         };
         Ok(Self {
@@ -111,10 +113,9 @@ impl Keeper {
             // A successor takes over what its predecessor leased.
             held: welcome.held.iter().copied().collect(),
             releasing: BTreeSet::new(),
-            vacating: BTreeSet::new(),
             leases_wanted: 0,
             no_more: None,
-            promise_refused: None,
+            reserve_bytes,
             generation: Arc::new(AtomicU64::new(0)),
             openings: None,
             retry_roles: Vec::new(),
@@ -147,7 +148,6 @@ impl Keeper {
             slab_bytes: 0,
             slabs: former.held.len() as u64,
             reserved_bytes: 0,
-            wanted_bytes: former.reserve_bytes,
             reconnections: 0,
         };
         Ok(Self {
@@ -164,10 +164,9 @@ impl Keeper {
             lease: config.timing.renew,
             held: former.held.into_iter().collect(),
             releasing: BTreeSet::new(),
-            vacating: BTreeSet::new(),
             leases_wanted: 0,
             no_more: None,
-            promise_refused: None,
+            reserve_bytes: former.reserve_bytes,
             generation: Arc::new(AtomicU64::new(0)),
             openings: None,
             retry_roles: Vec::new(),
@@ -310,8 +309,6 @@ impl Keeper {
         self.note_lease(greeted.asked_at);
         let kept: BTreeSet<SlabId> = welcome.held.iter().copied().collect();
         self.releasing.retain(|slab| kept.contains(slab));
-        // The server says them anew.
-        self.vacating.clear();
         let lost: Vec<SlabId> = self.held.difference(&kept).copied().collect();
         let unknown: Vec<SlabId> = kept
             .iter()
@@ -364,8 +361,7 @@ impl Keeper {
                 self.releasing.insert(slab);
             }
         }
-        let wanted_bytes = self.shared.status().wanted_bytes;
-        self.ask(link, Asked::Reserve(wanted_bytes, None))?;
+        self.ask(link, Asked::Reserve(self.reserve_bytes, None))?;
         for slab in self.releasing.clone() {
             self.ask(link, Asked::Release(slab))?;
         }
@@ -432,38 +428,21 @@ impl Keeper {
         }
     }
 
-    /// Asks for more than was promised, or is about to be, where what is leased goes beyond: another server may
-    /// have taken its promise back.
+    /// Asks for more than was promised where what is leased goes beyond: another server may have taken its
+    /// promise back. Not while another promise is on its way, which this would end.
     fn reserve_more(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
         let (reserved, slab) = {
             let status = self.shared.status();
             (status.reserved_bytes, status.slab_bytes)
         };
         let leased = (self.held.len() + self.leases_wanted) as u64 * slab;
-        let amount = |request: &InFlight| match request.asked {
-            Asked::Reserve(bytes, _) | Asked::ReserveMore(bytes) => Some(bytes),
-            _ => None,
+        let is_reserving = |request: &InFlight| {
+            matches!(request.asked, Asked::Reserve(..) | Asked::ReserveMore(_))
         };
-        let last = link.in_flight.iter().rev().find_map(amount);
-        match leased > last.unwrap_or(reserved) {
-            true => self.ask(link, Asked::ReserveMore(leased)),
-            false => Ok(()),
+        if leased <= reserved || link.in_flight.iter().any(is_reserving) {
+            return Ok(());
         }
-    }
-
-    /// What the server is to promise, where it promises less, having wanted some back, or more than what is
-    /// leased needs.
-    fn other_promise(&self) -> Option<u64> {
-        let status = self.shared.status();
-        let (reserved, wanted) = (status.reserved_bytes, status.wanted_bytes);
-        // Rounded up as the server does. What is not acknowledged yet may still be in use there.
-        let leased = (self.held.len() + self.releasing.len()) as u64;
-        let leased = leased * status.slab_bytes;
-        let needed = wanted
-            .next_multiple_of(status.slab_bytes.max(1))
-            .max(leased);
-        let is_more = reserved > needed && self.leases_wanted == 0;
-        (reserved < wanted || is_more).then_some(wanted)
+        self.ask(link, Asked::ReserveMore(leased))
     }
 
     fn is_current(&self, generation: u64) -> bool {
@@ -481,15 +460,9 @@ impl Keeper {
         if link.renew_at <= now {
             self.look_at_device(link)?;
             link.renew_at = now + self.dialer.timing.renew.min(self.lease / 3);
-            if let Some(bytes) = self.other_promise() {
-                self.ask(link, Asked::Reserve(bytes, None))?;
+            if self.shared.status().reserved_bytes < self.reserve_bytes {
+                self.ask(link, Asked::Reserve(self.reserve_bytes, None))?;
             } else {
-                // It has been given, or is not wanted any more.
-                if let Some(shown) = self.promise_refused.take() {
-                    self.show(|status| {
-                        status.detail.take_if(|detail| *detail == shown);
-                    });
-                }
                 self.ask(link, Asked::Renew)?;
             }
         }

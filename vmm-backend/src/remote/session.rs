@@ -32,8 +32,6 @@ pub struct SessionStatus {
     pub slabs: u64,
     /// Bytes that it has set aside for us.
     pub reserved_bytes: u64,
-    /// Bytes that it is to set aside: it is asked for them again where it has less.
-    pub wanted_bytes: u64,
     /// Times the control connection was made again.
     pub reconnections: u64,
 }
@@ -52,8 +50,6 @@ pub struct Former {
 pub struct Promise {
     /// Bytes promised.
     pub bytes: u64,
-    /// Bytes that it was last asked to promise, and did: it may have taken some back since.
-    pub wanted: u64,
     /// Bytes of a slab; 0 before the server was first greeted.
     pub slab_bytes: u64,
     /// Slabs lent.
@@ -117,16 +113,17 @@ pub struct Session {
 }
 
 impl Session {
-    /// Connects to server number `server` of `config`, with nothing reserved. Blocks for that, so that
-    /// what is wrong from the start is told at the start; from then on a thread of its own keeps the
-    /// session, and `events` (which must be received from, or be unbounded) tells what happens. The
-    /// first is an `Up`, then come the data connections.
+    /// Connects to server number `server` of `config` and reserves `reserve_bytes` in all. Blocks
+    /// for that, so that what is wrong from the start is told at the start; from then on a thread of
+    /// its own keeps the session, and `events` (which must be received from, or be unbounded) tells
+    /// what happens. The first is an `Up`, then come the data connections.
     pub fn start(
         server: usize,
         config: &RemoteConfig,
+        reserve_bytes: u64,
         events: Sender<SessionEvent>,
     ) -> Result<Session, RemoteError> {
-        Self::open(server, config, of_guest(config), events)
+        Self::open(server, config, of_guest(config), reserve_bytes, events)
     }
 
     /// Takes over the session of a process that died, which had the same secret. Does not wait for the
@@ -158,16 +155,19 @@ impl Session {
             secret: disk.secret,
             opening: disk.opening,
         };
-        Self::open(server, config, purpose, events)
+        // What it needs depends on the server's slabs, which the greeting tells.
+        Self::open(server, config, purpose, 0, events)
     }
 
     fn open(
         server: usize,
         config: &RemoteConfig,
         purpose: Purpose,
+        reserve_bytes: u64,
         events: Sender<SessionEvent>,
     ) -> Result<Session, RemoteError> {
-        let keeper = Keeper::start(server, config, purpose, events, waker()?)?;
+        let waker = waker()?;
+        let keeper = Keeper::start(server, config, purpose, reserve_bytes, events, waker)?;
         Self::keep(server, config, keeper)
     }
 
@@ -223,12 +223,6 @@ impl Session {
         self.await_answer(self.answer_timeout, |answer| Order::Reserve(bytes, answer))
     }
 
-    /// Wants `bytes` set aside: the server is told with the next renewal where it has less set aside, or more
-    /// than that and what is leased.
-    pub fn want(&self, bytes: u64) {
-        self.orders.shared.status().wanted_bytes = bytes;
-    }
-
     /// Says that a data connection is dead; `generation` is its [`DataConn::generation`]. All
     /// connections are made anew, unless they were since: what the dead one had sent may still lie
     /// unread at the server, and only the fence of a new greeting keeps such a write from landing
@@ -249,7 +243,6 @@ impl Session {
         let status = self.orders.shared.status();
         Promise {
             bytes: status.reserved_bytes,
-            wanted: status.wanted_bytes,
             slab_bytes: status.slab_bytes,
             slabs: status.slabs,
         }

@@ -36,12 +36,8 @@ struct Owner {
 impl Owner {
     fn start(config: &RemoteConfig, slabs: u64) -> Result<Self, RemoteError> {
         let (sender, events) = unbounded();
-        let session = Session::start(0, config, sender)?;
-        let reserved = session.reserve(slabs * SLAB);
-        if reserved.is_err() {
-            session.close(PATIENCE).expect("a goodbye");
-        }
-        reserved.map(|()| Self::of(session, events))
+        let session = Session::start(0, config, slabs * SLAB, sender)?;
+        Ok(Self::of(session, events))
     }
 
     fn resume(config: &RemoteConfig, former: Former) -> Result<Self, RemoteError> {
@@ -608,11 +604,6 @@ fn slabs_wanted_back_are_told() {
     owner.until("word of it", |owner| !owner.vacate.is_empty());
     assert_eq!(owner.vacate, [slabs[1]]);
     owner.session.release_slab(slabs[1]);
-    let deadline = Instant::now() + PATIENCE;
-    while owner.session.status().reserved_bytes > SLAB {
-        assert!(Instant::now() < deadline, "as much is promised");
-        thread::sleep(Duration::from_millis(5));
-    }
     owner.session.request_slab();
     owner.until("a refusal", |owner| !owner.refused.is_empty());
     assert_eq!(server.stats().leased_bytes, SLAB);
