@@ -39,7 +39,7 @@ resolve_kernel() {
 fetch_kernel() { # PACKAGE -> target/images/kernel/ unpacked
   [ -e "$out/kernel/.$1" ] && return
   local work; work=$(mktemp -d "$out/fetch.XXXXXX")
-  ( cd "$work" && chmod 755 . && apt-get -o APT::Sandbox::User=root -o Acquire::Retries=5 download -q "$1" >&2 ) \
+  ( cd "$work" && chmod 755 . && apt-get -o APT::Sandbox::User=root download -q "$1" >&2 ) \
     || { rm -rf "$work"; fail "apt-get could not download $1: is the network reachable, and is 'apt-get update' recent?"; }
   rm -rf "$out/kernel"; mkdir -p "$out/kernel"
   dpkg-deb --fsys-tarfile "$work"/*.deb | tar -x -C "$out/kernel" ./boot ./lib/modules

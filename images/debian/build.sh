@@ -25,7 +25,7 @@ need_mmdebstrap() {
   command -v mmdebstrap >/dev/null && return
   echo "$here/build.sh: installing mmdebstrap" >&2
   export DEBIAN_FRONTEND=noninteractive
-  { apt-get update -q && apt-get -o Acquire::Retries=5 install -yq --no-install-recommends mmdebstrap; } >"$out/apt.log" 2>&1 \
+  { apt-get update -q && apt-get install -yq --no-install-recommends mmdebstrap; } >"$out/apt.log" 2>&1 \
     || { tail -n 30 "$out/apt.log" >&2; fail "mmdebstrap could not be installed"; }
 }
 

@@ -40,7 +40,7 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 # An interrupted run may have left packages half configured.
 dpkg --configure -a >"$log" 2>&1 || { cat "$log" >&2; fail "dpkg --configure -a failed"; }
-apt-get -o Acquire::Retries=5 update -q >"$log" 2>&1 || { cat "$log" >&2; fail "apt-get update failed: is the network reachable?"; }
+apt-get update -q >"$log" 2>&1 || { cat "$log" >&2; fail "apt-get update failed: is the network reachable?"; }
 # No daemon is to be started by an installation that only tests need.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
@@ -48,7 +48,7 @@ if [ ! -e "$policy" ]; then
   trap 'rm -f "$log" "$policy"' EXIT
 fi
 install_packages() {
-  apt-get -o Acquire::Retries=5 install -yq --no-install-recommends "$@" >"$log" 2>&1 || { tail -n 30 "$log" >&2; fail "apt-get install failed for: $*"; }
+  apt-get install -yq --no-install-recommends "$@" >"$log" 2>&1 || { tail -n 30 "$log" >&2; fail "apt-get install failed for: $*"; }
 }
 # QEMU by itself first: where a newer qemu-utils of backports has to make room for it, apt finds no
 # way in one step with what recommends qemu-utils.
