@@ -11,6 +11,7 @@ pub mod disk;
 pub mod granularity;
 pub mod identity;
 pub mod incoming;
+pub mod limits;
 pub mod logging;
 pub mod lost_pages;
 pub mod pki;

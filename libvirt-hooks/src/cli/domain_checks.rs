@@ -5,11 +5,11 @@ use std::path::Path;
 
 use anyhow::Result;
 use outram_wire::causes::with_causes;
-use outram_wire::compressed_share::CompressedShare;
 use outram_wire::control::Phase;
+use outram_wire::limits::Standing;
 use outram_wire::server::ServerAddress;
 use outram_wire::tuning::Tuning;
-use outram_wire::units::{Limit, format_size};
+use outram_wire::units::{Limit, PageSize, format_size};
 
 use super::doctor::Check;
 use super::{host_checks, live};
@@ -20,14 +20,8 @@ use crate::host::{HostSettings, Paths};
 use crate::hotplug_slot;
 use crate::libvirt::{Libvirt, LibvirtDomain};
 use crate::metadata::{self, MemorySettings};
+use crate::page_size;
 use crate::refusal::{self, Refusal};
-
-/// What is asked of servers beside a guest's pages: slabs are leased whole, and pages that are here
-/// keep their place there for a while.
-const SERVER_SLACK_BYTES: u64 = 128 << 20;
-
-/// A backend's staging at most, a sixteenth of the limit.
-const STAGING_MOST_BYTES: u64 = 64 << 20;
 
 /// The check of memory that comes and goes.
 const HOT_PLUG: &str = "hot-plug";
@@ -102,7 +96,14 @@ impl Patient<'_> {
             "has nothing that keeps it from being paged",
         ));
         checks.extend(hot_plug(&domain)?);
-        checks.extend(self.servers(Some(&settings), domain.ram_bytes()?, false));
+        let needs = Standing {
+            limit: settings.limit,
+            ram_bytes: domain.ram_bytes()?,
+            // Where it has pages of another size, that is refused above.
+            page_size: page_size::find(&domain).unwrap_or(PageSize::BASE),
+            compressed: settings.tuning.compressed_share.unwrap_or_default(),
+        };
+        checks.extend(self.servers(Some(&settings), Some(needs)));
         Ok(checks)
     }
 
@@ -117,7 +118,7 @@ impl Patient<'_> {
         let cure = format!("outram attach {} --config --local-ratio 0.5", self.name);
         let found = "does not use Outram, and can be attached";
         let mut checks = vec![Check::warn("next start", found, cure)];
-        checks.extend(self.servers(None, domain.ram_bytes()?, false));
+        checks.extend(self.servers(None, None));
         Ok(checks)
     }
 
@@ -200,21 +201,13 @@ impl Patient<'_> {
             }
             Ok(()) => {}
         }
-        checks.extend(self.servers(
-            metadata::read(domain).ok().flatten().as_ref(),
-            domain.ram_bytes()?,
-            true,
-        ));
+        let settings = metadata::read(domain).ok().flatten();
+        checks.extend(self.servers(settings.as_ref(), None));
         Ok(checks)
     }
 
-    /// The servers that the guest uses, or would; whether they could lend what it needs.
-    fn servers(
-        &self,
-        settings: Option<&MemorySettings>,
-        ram_bytes: u64,
-        is_served: bool,
-    ) -> Vec<Check> {
+    /// The servers that the guest uses, or would; whether they could lend what it `needs` at its next start.
+    fn servers(&self, settings: Option<&MemorySettings>, needs: Option<Standing>) -> Vec<Check> {
         let named: &[ServerAddress] = match settings {
             Some(settings) if !settings.servers.is_empty() => &settings.servers,
             _ => &self.host.servers,
@@ -222,10 +215,7 @@ impl Patient<'_> {
         if named.is_empty() {
             return vec![no_server(self.name, &self.paths.config, settings.is_some())];
         }
-        let wanted = settings.filter(|_| !is_served).map(|settings| {
-            let compressed = settings.tuning.compressed_share.unwrap_or_default();
-            share_of_server(ram_bytes, settings.limit, compressed, named.len())
-        });
+        let wanted = needs.map(|needs| needs.reserve_bytes(named.len()) * named.len() as u64);
         host_checks::servers(named, self.host, wanted)
     }
 }
@@ -284,28 +274,9 @@ fn no_server(name: &str, config: &Path, is_attached: bool) -> Check {
     }
 }
 
-/// About what a backend asks each of `servers` servers to promise: also the place of those pages that have no
-/// room beside its staging and what it keeps compressed.
-fn share_of_server(
-    ram_bytes: u64,
-    limit: Limit,
-    compressed: CompressedShare,
-    servers: usize,
-) -> u64 {
-    let local = limit.bytes(ram_bytes).min(ram_bytes);
-    if local == ram_bytes {
-        return 0;
-    }
-    let staging = (local / 16).min(STAGING_MOST_BYTES);
-    let remote = ram_bytes - local + staging + compressed.of(local);
-    (remote + local / 4).div_ceil(servers as u64) + SERVER_SLACK_BYTES
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const GIB: u64 = 1 << 30;
 
     #[test]
     fn memory_that_could_be_plugged_is_told() {
@@ -327,21 +298,5 @@ mod tests {
                     <memoryBacking><hugepages/></memoryBacking>";
         let huge = told(huge).expect("told");
         assert!(huge.contains("would not be paged"), "{huge}");
-    }
-
-    #[test]
-    fn a_server_is_asked_for_its_part_of_what_is_not_local() {
-        let half = Limit::LocalBytes(GIB / 2);
-        let plain = CompressedShare::default();
-        let staging = GIB / 32;
-        let share = share_of_server(GIB, half, plain, 2);
-        let of_pages = GIB / 2 + staging + GIB / 8;
-        assert_eq!(share, of_pages / 2 + SERVER_SLACK_BYTES);
-        let compressed = CompressedShare::try_from(0.5).expect("a share");
-        let share = share_of_server(GIB, half, compressed, 2);
-        assert_eq!(share, (of_pages + GIB / 4) / 2 + SERVER_SLACK_BYTES);
-        for all in [GIB, 2 * GIB] {
-            assert_eq!(share_of_server(GIB, Limit::LocalBytes(all), plain, 2), 0);
-        }
     }
 }

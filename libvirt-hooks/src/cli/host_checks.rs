@@ -320,7 +320,10 @@ pub(super) fn certificates(settings: &HostSettings) -> Check {
     }
 }
 
-/// Whether each server admits this host, and has `wanted` bytes to lend.
+/// Whether the servers have what a guest needs.
+const ROOM: &str = "room";
+
+/// Whether each server admits this host, and whether they have `wanted` bytes to lend together.
 pub(super) fn servers(
     servers: &[ServerAddress],
     settings: &HostSettings,
@@ -331,15 +334,27 @@ pub(super) fn servers(
         let mut observer = Observer::connect(server, &files)?;
         Ok::<_, ObserverError>((observer.stats()?, observer.expires_unix_s()))
     };
+    let mut free_bytes = 0;
     let check = |server: &ServerAddress| match look(server) {
-        Ok((stats, expires)) => expiring(room(server, &stats, wanted), expires),
+        Ok((stats, expires)) => {
+            let free = free_of(&stats);
+            free_bytes += free;
+            let found = format!(
+                "{server} has {} of {} free",
+                format_size(free),
+                format_size(stats.memory_bytes)
+            );
+            expiring(Check::pass("server", found), expires)
+        }
         Err(error) => Check::fail(
             "server",
             with_causes(&error),
             "start outram-memserver there, let its port through the firewall, and have both ends' certificates from one CA",
         ),
     };
-    servers.iter().map(check).collect()
+    let mut checks: Vec<Check> = servers.iter().map(check).collect();
+    checks.extend(wanted.map(|wanted| room(free_bytes, wanted)));
+    checks
 }
 
 /// Adds a word about a server's certificate to what was found of it, if that is soon no good.
@@ -355,21 +370,23 @@ fn expiring(check: Check, expires: i64) -> Check {
     Check::warn("server", found, RENEW)
 }
 
-fn room(server: &ServerAddress, stats: &ServerStats, wanted: Option<u64>) -> Check {
-    let free = stats
-        .memory_bytes
-        .saturating_sub(stats.reserved_bytes.max(stats.leased_bytes));
+fn free_of(stats: &ServerStats) -> u64 {
+    let lent = stats.reserved_bytes.max(stats.leased_bytes);
+    stats.memory_bytes.saturating_sub(lent)
+}
+
+fn room(free_bytes: u64, wanted: u64) -> Check {
     let found = format!(
-        "{server} has {} of {} free",
-        format_size(free),
-        format_size(stats.memory_bytes)
+        "{} are free, and the guest needs {}",
+        format_size(free_bytes),
+        format_size(wanted)
     );
-    match wanted {
-        Some(wanted) if free < wanted => Check::fail(
-            "server",
-            format!("{found}, and the guest needs {}", format_size(wanted)),
+    match free_bytes < wanted {
+        true => Check::fail(
+            ROOM,
+            found,
             "another server, a larger --local-ratio, or more --memory there",
         ),
-        _ => Check::pass("server", found),
+        false => Check::pass(ROOM, found),
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use crossbeam_channel::{Receiver, unbounded};
 use outram_backend::remote::{
-    AHEAD_BYTES, DataConn, Extent, RemoteConfig, Session as Lease, SessionEvent, Timing,
+    AHEAD_BYTES, DataConn, Extent, NewSession, RemoteConfig, Session as Lease, SessionEvent, Timing,
 };
 use outram_wire::identity::Identity;
 use outram_wire::server::{SessionSecret, SlabId};
@@ -142,7 +142,9 @@ impl Line {
             timing: Timing::default(),
         };
         let (sender, events) = unbounded();
-        let lease = Lease::start(0, &config, SLAB_BYTES, sender)?;
+        let mut greeted = NewSession::greet(0, &config, sender)?;
+        greeted.reserve(SLAB_BYTES)?;
+        let lease = greeted.keep()?;
         lease.request_slab();
         let (conn, slab) = granted(&events)?;
         Ok(Self { lease, conn, slab })

@@ -18,7 +18,7 @@ use outram_backend::engine::budget::Budget;
 use outram_backend::engine::eviction::RUN_BYTES;
 use outram_backend::engine::policy::{Arrival, Policy, ThreeQueues};
 use outram_backend::engine::{PageIndex, PageRun, PageSize};
-use outram_backend::pager::Sizes;
+use outram_wire::limits::Sizes;
 
 use super::foresight::Foresight;
 use super::trace::Trace;

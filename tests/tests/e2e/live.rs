@@ -368,7 +368,7 @@ fn examined(lab: &Lab) -> Result<()> {
     let starved = lab.attach(Spec::new("starved", RAM_MIB), &arguments, &small.address)?;
     let found = [
         ["pass", "next start", "attached"],
-        ["FAIL", "server", "and the guest needs"],
+        ["FAIL", "room", "and the guest needs"],
     ];
     demand_findings(lab, starved.name(), false, &found)?;
     patient_goes_on(lab)

@@ -6,12 +6,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
+use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::proxy::{Mischief, Proxy};
-use outram_wire::control::{Phase, Status};
+use outram_tests::hermetic::server::MemServer;
+use outram_wire::control::{Phase, ServerStatus, Status};
 use outram_wire::seal::Seal;
 use serde_json::json;
 
-use crate::fixture::{Guest, Lab, Lender, PAGE, SLAB, Wish, demand_sound, halt};
+use crate::fixture::{Guest, LEAST, LONG, Lab, Lender, PAGE, SLAB, Wish, demand_sound, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_server_that_stands_still", standstill),
@@ -32,6 +34,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
         "a_server_that_wants_back_what_no_other_has_room_for",
         vacate_later,
     ),
+    ("a_server_with_less_room_than_its_part", unequal),
     ("changed_bytes_are_never_believed", lies),
     (
         "replayed_swapped_and_cut_pages_are_never_believed",
@@ -300,6 +303,51 @@ fn vacate_later(lab: &Lab) -> Result<()> {
     guest.settle()?;
     full.lend(PLENTY)?;
     shrinking.wait_vacated(&guest)?;
+    guest.verify(0, FILLED)?;
+    guest.end(&servers)
+}
+
+/// The other promises what the one has not: at the start, when the guest needs more and less, and to a backend that
+/// takes over.
+fn unequal(lab: &Lab) -> Result<()> {
+    const LITTLE: u64 = 16 * SLAB;
+    let (small, large) = (Lender::start(lab, "small", LITTLE)?, lab.server()?);
+    let servers = [&small.server, &large];
+    let wish = Wish {
+        servers: &servers.map(|server| server.address.as_str()),
+        ..Wish::default()
+    };
+    let mut guest = filled(lab, wish.servers)?;
+    let promised = |server: &MemServer| server.metric("outram_memserver_reserved_bytes");
+    let has_promised = |bytes: u64| {
+        wait_for("another promise", LONG, || {
+            ensure!(promised(&small.server)? == LITTLE);
+            Ok((promised(&large)? == bytes).then_some(()))
+        })
+    };
+    let most = promised(&large)?;
+    has_promised(most)?;
+    for server in servers {
+        ensure!(
+            server.slabs_leased()? > 0,
+            "{} holds nothing",
+            server.address
+        );
+    }
+    guest.tune(2 * LEAST)?;
+    wait_for("less to be promised", LONG, || {
+        Ok((promised(&large)? < most).then_some(()))
+    })?;
+    let less = promised(&large)?;
+    guest.kill_backend()?;
+    guest.take_over(lab, &wish)?;
+    guest.verify(0, FILLED)?;
+    has_promised(less)?;
+    let status = guest.status()?;
+    let untroubled = |server: &ServerStatus| server.detail.is_none();
+    ensure!(status.servers.iter().all(untroubled), "{status:#?}");
+    guest.tune(LEAST)?;
+    has_promised(most)?;
     guest.verify(0, FILLED)?;
     guest.end(&servers)
 }

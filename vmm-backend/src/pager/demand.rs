@@ -332,7 +332,7 @@ mod tests {
     use crate::engine::slots::SlabRef;
     use crate::engine::{PageIndex, SlotId};
     use crate::remote::test_server::{PATIENCE, Pki, SLAB, anywhere, config, serve};
-    use crate::remote::{ExtentError, SessionEvent};
+    use crate::remote::{ExtentError, NewSession, SessionEvent};
 
     const PAGE: usize = 4096;
     /// Pages of a request, at most.
@@ -359,7 +359,9 @@ mod tests {
             let server = serve(&pki, anywhere(), |_| {});
             let (sender, events) = unbounded();
             let config = config(server.local_addr(), pki.client.clone());
-            let session = Session::start(0, &config, SLAB, sender).expect("a session");
+            let mut greeted = NewSession::greet(0, &config, sender).expect("a greeting");
+            greeted.reserve(SLAB).expect("there is room");
+            let session = greeted.keep().expect("a session");
             session.request_slab();
             let shared = bench::shared(1, 1);
             let demand = DemandReads::new(Arc::clone(&shared), Arc::new([session]));

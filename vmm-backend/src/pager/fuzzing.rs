@@ -6,9 +6,9 @@ use std::io;
 use std::path::Path;
 
 use outram_wire::compressed_share::CompressedShare;
+use outram_wire::limits::Standing;
 
 use super::guest_ram::GuestRam;
-use super::limits::Standing;
 use super::record::Record;
 use super::state_dir::{StateDir, written_pages};
 use super::takeover::{addresses, check, former_slots, places};

@@ -12,6 +12,7 @@ use outram_wire::units::format_size;
 
 use super::inbox::Inbox;
 use super::limits::BudgetRule;
+use super::promises::Promises;
 use super::record::Records;
 use super::report::ServerNotes;
 use super::shard_thread::ShardEvent;
@@ -36,6 +37,7 @@ pub(super) struct Housekeeping {
     pub(super) notes: Arc<ServerNotes>,
     pub(super) rule: Arc<BudgetRule>,
     pub(super) records: Records,
+    pub(super) promises: Arc<Promises>,
     /// Slabs in the slot pool, with their servers.
     pub(super) known_slabs: HashSet<SlabRef>,
 }
@@ -67,6 +69,7 @@ impl Housekeeping {
                 .slots
                 .set_connected(server, status.connected && session.lease_valid());
         }
+        self.promises.look();
         if self.give_staging_back() {
             self.rule.apply(&self.shared);
             self.shards.iter().for_each(Inbox::ring);

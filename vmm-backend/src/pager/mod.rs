@@ -14,6 +14,7 @@ mod keeping;
 mod limits;
 mod pin;
 mod plugging;
+mod promises;
 mod ready;
 mod record;
 mod released;
@@ -36,6 +37,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use outram_wire::compressed_share::ShareError;
 use outram_wire::granularity::GranularityError;
+use outram_wire::limits::{Sizes, Standing, most_staging_pages};
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::tuning::{Tuning, Workers};
@@ -53,15 +55,16 @@ use crate::engine::table::{PageTable, Words};
 use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
 use crate::handover::discover::RamBlock;
 use crate::handover::{HandedOver, Vmm};
-use crate::remote::{RemoteConfig, RemoteError, Session, SessionEvent};
+use crate::remote::{NewSession, RemoteConfig, RemoteError, Session, SessionEvent};
 use demand::DemandReads;
 use evictor::{EvictorParts, Evictors};
 use guest_ram::{GuestRam, table_pages};
 use inbox::{Inbox, Messages, inbox};
 use keeping::Housekeeping;
-use limits::{BudgetRule, Standing};
+use limits::BudgetRule;
 use pin::PinGate;
 use plugging::{AsideList, Plugging};
+use promises::Promises;
 use record::{Keys, Record, Records};
 use shard_thread::{ShardEvent, ShardGauges, ShardPorts, ShardThread};
 use state_dir::{FileSizes, StagingArea, StateDir};
@@ -72,7 +75,7 @@ pub use homing::{Course, HomingError};
 pub(crate) use record::DISK_KEY;
 pub(crate) use state_dir::DISK_TABLE;
 
-pub use limits::{HEADROOM_BYTES, LimitError, Sizes, min_limit_bytes};
+pub use limits::{HEADROOM_BYTES, LimitError};
 pub use report::{MemoryReport, ServerNotes};
 pub use state_dir::StateError;
 pub use takeover::{Orphan, TakeoverError};
@@ -200,7 +203,7 @@ fn system(what: &'static str) -> impl FnOnce(io::Error) -> PagerError {
 /// A pager with its servers and its state, before a guest's memory is handed over.
 pub struct PreparedPager {
     config: PagerConfig,
-    sizes: limits::Sizes,
+    sizes: Sizes,
     shared: SharedRef,
     staging: Arc<StagingArea>,
     table_file: std::fs::File,
@@ -232,7 +235,7 @@ fn state_sizes(config: &PagerConfig) -> Result<FileSizes, PagerError> {
     let most_ram = config.max_ram_bytes.max(config.ram_bytes);
     let pages = table_pages(most_ram, MOST_BLOCKS, config.shards, config.page_size);
     let pages = u32::try_from(pages).map_err(|_| LimitError::TooMuchRam(most_ram))?;
-    let staging = limits::most_staging_pages(most_ram, config.page_size);
+    let staging = most_staging_pages(most_ram, config.page_size);
     Ok(FileSizes {
         pages,
         staging_bytes: u64::from(staging) * config.page_size.bytes(),
@@ -252,7 +255,7 @@ impl PreparedPager {
         }
         let size = config.page_size;
         let standing = config.standing();
-        standing.check()?;
+        standing.check().map_err(LimitError::from)?;
         let sizes = standing.sizes();
         standing.compressed.check(size)?;
         let pace = pace_of(&config.tuning, size)?;
@@ -279,6 +282,10 @@ impl PreparedPager {
         };
         state_dir.records().write_keys(&keys)?;
         state_dir.records().write_tuning(&config.tuning)?;
+        if sessions.len() > 1 {
+            let parts = promises::parts(&sessions);
+            state_dir.records().write_promises(&parts)?;
+        }
         let shared = Arc::new(Shared {
             page_size: size,
             table: PageTable::new(Box::new(table), &[]),
@@ -439,6 +446,9 @@ impl PreparedPager {
         }
         let notes = Arc::new(ServerNotes::new(self.sessions.len()));
         let records = self.state_dir.records();
+        let each = standing.reserve_bytes(self.sessions.len());
+        let promises = Promises::new(Arc::clone(&self.sessions), records.clone(), each);
+        let promises = Arc::new(promises);
         let keeping = Housekeeping {
             shared: Arc::clone(&self.shared),
             staging: Arc::clone(&self.staging),
@@ -449,6 +459,7 @@ impl PreparedPager {
             notes: Arc::clone(&notes),
             rule: Arc::clone(&rule),
             records: records.clone(),
+            promises: Arc::clone(&promises),
             known_slabs: held.recovered.unwrap_or_default(),
         };
         threads.push(spawn("housekeeping", &gate, move || {
@@ -486,21 +497,33 @@ impl PreparedPager {
             course: Mutex::new(Course::Serving),
             retired: AtomicBool::new(false),
             state_dir: Mutex::new(Some(self.state_dir)),
+            promises,
             records,
             record: Mutex::new(held.record),
         })
     }
 }
 
-/// Opens a session with each server; what the guest may need remotely is reserved in equal parts.
+/// Opens a session with each server, and has them promise what the guest may need remotely.
 fn start_sessions(
     remote: &RemoteConfig,
     standing: &Standing,
     events: &Sender<SessionEvent>,
 ) -> Result<Arc<[Session]>, PagerError> {
-    let each = standing.reserve_bytes(remote.addresses.len());
-    let sessions = (0..remote.addresses.len())
-        .map(|server| Session::start(server, remote, each, events.clone()));
+    let servers = remote.addresses.len();
+    let mut greeted = Vec::with_capacity(servers);
+    let mut greet = || {
+        for server in 0..servers {
+            greeted.push(NewSession::greet(server, remote, events.clone())?);
+        }
+        promises::first(&mut greeted, standing.reserve_bytes(servers))
+    };
+    if let Err(error) = greet() {
+        // Nothing of it stays behind on those that can be reached.
+        greeted.into_iter().for_each(NewSession::give_up);
+        return Err(error.into());
+    }
+    let sessions = greeted.into_iter().map(NewSession::keep);
     let sessions: Vec<Session> = sessions.collect::<Result<_, _>>()?;
     Ok(sessions.into())
 }
@@ -663,6 +686,7 @@ pub struct Pager {
     /// What works towards the servers has ended.
     retired: AtomicBool,
     state_dir: Mutex<Option<StateDir>>,
+    promises: Arc<Promises>,
     records: Records,
     /// What a successor is to find.
     record: Mutex<Record>,

@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, bounded};
 use outram_wire::causes::with_causes;
+use outram_wire::limits::Standing;
 use outram_wire::units::format_size;
 use rustix::fs::FallocateFlags;
 
 use super::guest_ram::{Block, GuestRam, Region};
-use super::limits::Standing;
 use super::record::FileId;
 use super::shard_thread::ShardEvent;
 use super::state_dir::StateError;
@@ -358,7 +358,7 @@ impl Pager {
             return Err(guest_ram::NoRoom.into());
         }
         let before = *standing;
-        self.promise(&before, &grown)?;
+        self.promise(&grown)?;
         let backed = self.back_staging(&before, &grown);
         let plugged = backed.map_err(AsideReason::from).and_then(|backing| {
             self.aside.change(|list| {

@@ -7,6 +7,7 @@
 //! | `groups` | which slab each group of slots is |
 //! | `key` | what the pages' keys are made of, whether they are sealed, and the secret of the sessions with the servers |
 //! | `granularity`, `workers`, `queue-depth`, `compressed-share` | how the guest's memory is moved; each only where it was set |
+//! | `promises` | what each of several servers is to promise, in the order of the record; where it is not there, equal parts |
 //! | `disk-key` | the key to the far-memory disk, as the domain's metadata has it |
 //!
 //! Each names its version. The version of the record and the VMM's process are read before all else
@@ -287,6 +288,16 @@ impl Records {
             self.write_json("compressed-share", share)?;
         }
         Ok(())
+    }
+
+    /// What each server was to promise, in bytes, if that was written down.
+    pub(super) fn promises(&self) -> Result<Vec<u64>, StateError> {
+        Ok(self.read("promises")?.unwrap_or_default())
+    }
+
+    /// In a file of its own, like what was tuned.
+    pub(super) fn write_promises(&self, bytes: &[u64]) -> Result<(), StateError> {
+        self.write_json("promises", &bytes)
     }
 
     pub(super) fn keys(&self) -> Result<Keys, StateError> {

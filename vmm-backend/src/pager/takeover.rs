@@ -26,6 +26,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crossbeam_channel::{Sender, unbounded};
+use outram_wire::limits::Standing;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::server::SlabId;
 use outram_wire::tuning::Tuning;
@@ -33,12 +34,11 @@ use outram_wire::units::{PageSize, VmId};
 
 use super::guest_ram::GuestRam;
 use super::inbox::Inbox;
-use super::limits::Standing;
 use super::plugging::{Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
-use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, lock, pace_of, system};
+use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, lock, pace_of, promises, system};
 use crate::crash_points::{self, Point};
 use crate::engine::ages::Ages;
 use crate::engine::compressed::CompressedPool;
@@ -211,9 +211,11 @@ impl Orphan {
             ..remote.clone()
         };
         let (sender, events) = unbounded();
-        let each = standing.reserve_bytes(remote.addresses.len());
+        let servers = remote.addresses.len();
+        let each = standing.reserve_bytes(servers);
+        let parts = promises::resumed(&self.state_dir.records().promises()?, each, servers);
         crash_points::pass(Point::RecoverSessions);
-        let sessions = resume_sessions(&remote, each, &recovered, &sender)?;
+        let sessions = resume_sessions(&remote, &parts, &recovered, &sender)?;
         let prepared = PreparedPager {
             config: PagerConfig {
                 vm: self.record.vm,
@@ -453,17 +455,17 @@ fn fit_staging(shared: &Shared, staging: &StagingArea, capacity: u32) -> io::Res
 
 fn resume_sessions(
     remote: &RemoteConfig,
-    reserve_bytes: u64,
+    parts: &[u64],
     slabs: &HashSet<SlabRef>,
     events: &Sender<SessionEvent>,
 ) -> Result<Vec<Session>, RemoteError> {
-    let resume = |server| {
+    let resume = |(server, reserve_bytes): (usize, &u64)| {
         let own = slabs.iter().filter(|slab| slab.server == server);
         let former = Former {
             held: own.map(|slab| SlabId(slab.slab)).collect(),
-            reserve_bytes,
+            reserve_bytes: *reserve_bytes,
         };
         Session::resume(server, remote, former, events.clone())
     };
-    (0..remote.addresses.len()).map(resume).collect()
+    parts.iter().enumerate().map(resume).collect()
 }

@@ -258,40 +258,30 @@ impl Dialer {
         })
     }
 
-    /// The first reservation, before anything else is said; what is refused here ends the session, so
-    /// that nothing stays behind on the server.
+    /// Has `bytes` in all set aside, before anything else is asked.
     pub(super) fn reserve_first(
         &self,
         greeted: &mut Greeted,
         bytes: u64,
     ) -> Result<(), RemoteError> {
         let deadline = Instant::now() + self.timing.answer;
-        let message = |id, request| ClientMessage::Request { id, request };
-        let send = |channel: &mut Channel, message| {
-            let sent = channel.send(&message, deadline);
-            sent.map_err(|source| self.control_error(source))
+        let message = ClientMessage::Request {
+            id: 0,
+            request: Request::Reserve { bytes },
         };
-        let channel = &mut greeted.channel;
-        send(channel, message(0, Request::Reserve { bytes }))?;
+        let sent = greeted.channel.send(&message, deadline);
+        sent.map_err(|source| self.control_error(source))?;
         loop {
-            match self.receive(channel, deadline)? {
-                ServerMessage::Reply {
-                    id: 0,
-                    reply: Reply::Reserved { bytes },
-                } => {
-                    greeted.welcome.reserved_bytes = bytes;
-                    return Ok(());
-                }
-                ServerMessage::Reply {
-                    id: 0,
-                    reply: Reply::Refused(refusal),
-                } => {
-                    // Only what was opened just now is ended: a former session holds pages.
-                    if !greeted.welcome.resumed {
-                        let _ = send(channel, message(1, Request::Goodbye));
-                        let _ = self.receive(channel, deadline);
-                    }
-                    return Err(self.refused(refusal));
+            match self.receive(&mut greeted.channel, deadline)? {
+                ServerMessage::Reply { id: 0, reply } => {
+                    return match reply {
+                        Reply::Reserved { bytes } => {
+                            greeted.welcome.reserved_bytes = bytes;
+                            Ok(())
+                        }
+                        Reply::Refused(refusal) => Err(self.refused(refusal)),
+                        other => Err(self.protocol(format!("{other:?} to a reservation"))),
+                    };
                 }
                 ServerMessage::Vacate { .. } | ServerMessage::Closing => {}
                 other => return Err(self.protocol(format!("{other:?} instead of a reservation"))),

@@ -2,6 +2,7 @@
 
 use outram_wire::server::Refusal;
 use outram_wire::tls::TlsError;
+use outram_wire::units::format_size;
 
 use super::ServerAddress;
 
@@ -50,6 +51,17 @@ pub enum RemoteError {
         /// Its reason.
         #[source]
         refusal: Refusal,
+    },
+    /// Several servers together have not what is asked for.
+    #[error(
+        "the memory servers can set aside {} of the {} that the guest may need ({}): lower the share kept remotely, raise --memory on a server, or add one",
+        format_size(promised.iter().map(|(_, bytes)| bytes).sum()), format_size(*needed_bytes), listed(promised)
+    )]
+    PromisedTooLittle {
+        /// What is asked for.
+        needed_bytes: u64,
+        /// What each could promise.
+        promised: Vec<(ServerAddress, u64)>,
     },
     /// The server answered what was not asked.
     #[error(
@@ -102,4 +114,11 @@ pub enum RemoteError {
         /// Its reason.
         source: std::io::Error,
     },
+}
+
+fn listed(promised: &[(ServerAddress, u64)]) -> String {
+    let each = promised
+        .iter()
+        .map(|(server, bytes)| format!("{server} {}", format_size(*bytes)));
+    each.collect::<Vec<_>>().join(", ")
 }

@@ -96,9 +96,15 @@ impl Keeper {
                 _ => Err(self.broken(format!("a reply to request {id} out of order"))),
             },
             ServerMessage::Vacate { slab } if self.held.contains(&slab) => {
+                self.vacating.insert(slab);
                 self.tell(SessionEvent::Vacate { server, slab })
             }
-            ServerMessage::Vacate { .. } => Ok(()),
+            ServerMessage::Vacate { slab } => {
+                if self.releasing.contains(&slab) {
+                    self.vacating.insert(slab);
+                }
+                Ok(())
+            }
             ServerMessage::Closing => self.tell(SessionEvent::Closing { server }),
             other @ (ServerMessage::Welcome(_) | ServerMessage::Refused(_)) => {
                 Err(self.broken(format!("{other:?} amid a session")))
@@ -120,6 +126,13 @@ impl Keeper {
             (Asked::Renew, Reply::Done) => Ok(()),
             (Asked::Release(slab), Reply::Done | Reply::Refused(Refusal::NotLeased { .. })) => {
                 self.releasing.remove(&slab);
+                if self.vacating.remove(&slab) {
+                    // What was asked back is not promised any more.
+                    self.show(|status| {
+                        let left = status.reserved_bytes.saturating_sub(status.slab_bytes);
+                        status.reserved_bytes = left;
+                    });
+                }
                 Ok(())
             }
             (Asked::Lease, Reply::Leased { slab }) => {
@@ -140,8 +153,13 @@ impl Keeper {
                 self.tell(SessionEvent::LeaseRefused { server, reason })
             }
             (Asked::Reserve(asked, answer), Reply::Reserved { bytes }) => {
-                self.reserve_bytes = asked;
-                self.show(|status| status.reserved_bytes = bytes);
+                self.show(|status| {
+                    status.reserved_bytes = bytes;
+                    // What the keeper asked for by itself may not be wanted any more.
+                    if answer.is_some() {
+                        status.wanted_bytes = asked;
+                    }
+                });
                 answer.map(|answer| answer.send(Ok(())));
                 Ok(())
             }
@@ -149,13 +167,18 @@ impl Keeper {
                 let error = self.dialer.refused(refusal);
                 match answer {
                     Some(answer) => drop(answer.send(Err(error))),
-                    None => self.show(|status| status.detail = Some(error.to_string())),
+                    None => {
+                        self.promise_refused = Some(error.to_string());
+                        self.show(|status| status.detail = Some(error.to_string()));
+                    }
                 }
                 Ok(())
             }
-            // Not asked for again after a reconnection: what is leased stays promised.
             (Asked::ReserveMore(_), Reply::Reserved { bytes }) => {
-                self.show(|status| status.reserved_bytes = bytes);
+                self.show(|status| {
+                    status.reserved_bytes = bytes;
+                    status.wanted_bytes = status.wanted_bytes.max(bytes);
+                });
                 Ok(())
             }
             (Asked::ReserveMore(_), Reply::Refused(reason)) => {

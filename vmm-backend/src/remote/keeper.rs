@@ -48,11 +48,14 @@ pub(super) struct Keeper {
     pub(super) held: BTreeSet<SlabId>,
     /// Given back, but not yet acknowledged.
     pub(super) releasing: BTreeSet<SlabId>,
+    /// Asked back by the server, which promises so much less once it has them.
+    pub(super) vacating: BTreeSet<SlabId>,
     /// Asked for by the owner, and not yet answered.
     pub(super) leases_wanted: usize,
     /// Why the server promises no more, which the lease that was to follow is refused for.
     pub(super) no_more: Option<Refusal>,
-    pub(super) reserve_bytes: u64,
+    /// What was last shown of a promise that is wanted and not given.
+    pub(super) promise_refused: Option<String>,
     /// Counts greetings, so that connections of a former one are not delivered.
     pub(super) generation: Arc<AtomicU64>,
     pub(super) openings: Option<Sender<Opening>>,
@@ -68,23 +71,16 @@ pub(super) struct Keeper {
 }
 
 impl Keeper {
-    /// Connects for the first time, and reserves.
+    /// Connects for the first time.
     pub(super) fn start(
         server: usize,
         config: &RemoteConfig,
         purpose: Purpose,
-        reserve_bytes: u64,
         events: Sender<SessionEvent>,
         waker: EventFd,
     ) -> Result<Self, RemoteError> {
         let dialer = Dialer::new(config, server)?;
-        let mut greeted = dialer.control(&purpose, true)?;
-        // A claimed disk keeps what was set aside for it.
-        let reserve_bytes = match greeted.welcome.disk {
-            Some(_) => reserve_bytes.max(greeted.welcome.reserved_bytes),
-            None => reserve_bytes,
-        };
-        dialer.reserve_first(&mut greeted, reserve_bytes)?;
+        let greeted = dialer.control(&purpose, true)?;
         let purpose = resumption(purpose, &greeted.welcome);
         let welcome = &greeted.welcome;
         let status = SessionStatus {
@@ -96,6 +92,8 @@ impl Keeper {
             slab_bytes: welcome.slab_bytes,
             slabs: 0,
             reserved_bytes: 0,
+            // What was set aside before stays: for a disk that is claimed.
+            wanted_bytes: welcome.reserved_bytes,
             reconnections: 0,
         };
         Ok(Self {
@@ -113,9 +111,10 @@ impl Keeper {
             // A successor takes over what its predecessor leased.
             held: welcome.held.iter().copied().collect(),
             releasing: BTreeSet::new(),
+            vacating: BTreeSet::new(),
             leases_wanted: 0,
             no_more: None,
-            reserve_bytes,
+            promise_refused: None,
             generation: Arc::new(AtomicU64::new(0)),
             openings: None,
             retry_roles: Vec::new(),
@@ -148,6 +147,7 @@ impl Keeper {
             slab_bytes: 0,
             slabs: former.held.len() as u64,
             reserved_bytes: 0,
+            wanted_bytes: former.reserve_bytes,
             reconnections: 0,
         };
         Ok(Self {
@@ -164,9 +164,10 @@ impl Keeper {
             lease: config.timing.renew,
             held: former.held.into_iter().collect(),
             releasing: BTreeSet::new(),
+            vacating: BTreeSet::new(),
             leases_wanted: 0,
             no_more: None,
-            reserve_bytes: former.reserve_bytes,
+            promise_refused: None,
             generation: Arc::new(AtomicU64::new(0)),
             openings: None,
             retry_roles: Vec::new(),
@@ -176,6 +177,31 @@ impl Keeper {
             lacks_verbs: false,
             dialer,
         })
+    }
+
+    /// Has `bytes` in all set aside. To be called before [`Self::run`].
+    pub(super) fn reserve_first(&mut self, bytes: u64) -> Result<(), RemoteError> {
+        let Some(greeted) = &mut self.first else {
+            return Err(RemoteError::Disconnected(self.dialer.address.clone()));
+        };
+        self.dialer.reserve_first(greeted, bytes)?;
+        let reserved_bytes = greeted.welcome.reserved_bytes;
+        self.show(|status| {
+            status.reserved_bytes = reserved_bytes;
+            status.wanted_bytes = bytes;
+        });
+        Ok(())
+    }
+
+    /// Gives back what was opened just now. To be called in place of [`Self::run`].
+    pub(super) fn give_up(mut self) {
+        if let Some(greeted) = &mut self.first
+            // A former session holds pages.
+            && !greeted.welcome.resumed
+        {
+            // Without the server's word the lease runs out.
+            let _ = self.dialer.say_goodbye(&mut greeted.channel, 1);
+        }
     }
 
     /// What the server told about the disk that the session is of.
@@ -189,6 +215,16 @@ impl Keeper {
 
     pub(super) fn address(&self) -> &ServerAddress {
         &self.dialer.address
+    }
+
+    /// Of the thread that keeps it.
+    pub(super) fn name(&self) -> String {
+        format!("server-{}", self.server)
+    }
+
+    /// The longest that an answer may take, with a new connection before it.
+    pub(super) fn answer_timeout(&self) -> Duration {
+        self.dialer.timing.answer + self.dialer.timing.connect
     }
 
     /// Serves until the session is closed or left.
@@ -309,6 +345,8 @@ impl Keeper {
         self.note_lease(greeted.asked_at);
         let kept: BTreeSet<SlabId> = welcome.held.iter().copied().collect();
         self.releasing.retain(|slab| kept.contains(slab));
+        // The server says them anew.
+        self.vacating.clear();
         let lost: Vec<SlabId> = self.held.difference(&kept).copied().collect();
         let unknown: Vec<SlabId> = kept
             .iter()
@@ -361,7 +399,8 @@ impl Keeper {
                 self.releasing.insert(slab);
             }
         }
-        self.ask(link, Asked::Reserve(self.reserve_bytes, None))?;
+        let wanted_bytes = self.shared.status().wanted_bytes;
+        self.ask(link, Asked::Reserve(wanted_bytes, None))?;
         for slab in self.releasing.clone() {
             self.ask(link, Asked::Release(slab))?;
         }
@@ -428,21 +467,38 @@ impl Keeper {
         }
     }
 
-    /// Asks for more than was promised where what is leased goes beyond: another server may have taken its
-    /// promise back. Not while another promise is on its way, which this would end.
+    /// Asks for more than was promised, or is about to be, where what is leased goes beyond: another server may
+    /// have taken its promise back.
     fn reserve_more(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
         let (reserved, slab) = {
             let status = self.shared.status();
             (status.reserved_bytes, status.slab_bytes)
         };
         let leased = (self.held.len() + self.leases_wanted) as u64 * slab;
-        let is_reserving = |request: &InFlight| {
-            matches!(request.asked, Asked::Reserve(..) | Asked::ReserveMore(_))
+        let amount = |request: &InFlight| match request.asked {
+            Asked::Reserve(bytes, _) | Asked::ReserveMore(bytes) => Some(bytes),
+            _ => None,
         };
-        if leased <= reserved || link.in_flight.iter().any(is_reserving) {
-            return Ok(());
+        let last = link.in_flight.iter().rev().find_map(amount);
+        match leased > last.unwrap_or(reserved) {
+            true => self.ask(link, Asked::ReserveMore(leased)),
+            false => Ok(()),
         }
-        self.ask(link, Asked::ReserveMore(leased))
+    }
+
+    /// What the server is to promise, where it promises less, having wanted some back, or more than what is
+    /// leased needs.
+    fn other_promise(&self) -> Option<u64> {
+        let status = self.shared.status();
+        let (reserved, wanted) = (status.reserved_bytes, status.wanted_bytes);
+        // Rounded up as the server does. What is not acknowledged yet may still be in use there.
+        let leased = (self.held.len() + self.releasing.len()) as u64;
+        let leased = leased * status.slab_bytes;
+        let needed = wanted
+            .next_multiple_of(status.slab_bytes.max(1))
+            .max(leased);
+        let is_more = reserved > needed && self.leases_wanted == 0;
+        (reserved < wanted || is_more).then_some(wanted)
     }
 
     fn is_current(&self, generation: u64) -> bool {
@@ -460,9 +516,15 @@ impl Keeper {
         if link.renew_at <= now {
             self.look_at_device(link)?;
             link.renew_at = now + self.dialer.timing.renew.min(self.lease / 3);
-            if self.shared.status().reserved_bytes < self.reserve_bytes {
-                self.ask(link, Asked::Reserve(self.reserve_bytes, None))?;
+            if let Some(bytes) = self.other_promise() {
+                self.ask(link, Asked::Reserve(bytes, None))?;
             } else {
+                // It has been given, or is not wanted any more.
+                if let Some(shown) = self.promise_refused.take() {
+                    self.show(|status| {
+                        status.detail.take_if(|detail| *detail == shown);
+                    });
+                }
                 self.ask(link, Asked::Renew)?;
             }
         }

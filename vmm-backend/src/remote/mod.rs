@@ -40,7 +40,7 @@ mod verbs_pause;
 pub use connection::{DataConn, ExtentError, SubmitError};
 pub use error::RemoteError;
 pub use outram_wire::server::{AddressError, Extent, ServerAddress};
-pub use session::{Former, Promise, Session, SessionStatus};
+pub use session::{Former, NewSession, Promise, Session, SessionStatus};
 
 /// Bytes of a request for pages that nobody waits for yet, at most: what many cost together is spread over
 /// them by then, and the first can be used while the next request's are on their way. The answer, with its
@@ -125,7 +125,7 @@ impl Default for Timing {
 /// What a session tells its owner. `server` is the index it was started with.
 #[derive(Debug)]
 pub enum SessionEvent {
-    /// The control connection stands. The first one also comes from [`Session::start`].
+    /// The control connection stands. The first one also comes from [`NewSession::greet`].
     Up {
         /// Which server.
         server: usize,

@@ -32,6 +32,8 @@ pub struct SessionStatus {
     pub slabs: u64,
     /// Bytes that it has set aside for us.
     pub reserved_bytes: u64,
+    /// Bytes that it is to set aside: it is asked for them again where it has less.
+    pub wanted_bytes: u64,
     /// Times the control connection was made again.
     pub reconnections: u64,
 }
@@ -50,6 +52,8 @@ pub struct Former {
 pub struct Promise {
     /// Bytes promised.
     pub bytes: u64,
+    /// Bytes that it was last asked to promise, and did: it may have taken some back since.
+    pub wanted: u64,
     /// Bytes of a slab; 0 before the server was first greeted.
     pub slab_bytes: u64,
     /// Slabs lent.
@@ -84,6 +88,16 @@ impl Shared {
         // Nothing under the lock can panic half-way through a change.
         self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn promise(&self) -> Promise {
+        let status = self.status();
+        Promise {
+            bytes: status.reserved_bytes,
+            wanted: status.wanted_bytes,
+            slab_bytes: status.slab_bytes,
+            slabs: status.slabs,
+        }
+    }
 }
 
 /// Orders for the keeper, which is woken for each.
@@ -103,6 +117,65 @@ impl Orders {
     }
 }
 
+/// A session whose server was greeted, and which nothing keeps yet. What it is asked for now does not hang on
+/// data connections, of which it has none. Dropping it leaves the server without a word.
+pub struct NewSession {
+    keeper: Keeper,
+}
+
+impl NewSession {
+    /// Connects to server number `server` of `config`, with nothing reserved. Blocks for that, so that
+    /// what is wrong from the start is told at the start.
+    pub fn greet(
+        server: usize,
+        config: &RemoteConfig,
+        events: Sender<SessionEvent>,
+    ) -> Result<Self, RemoteError> {
+        Self::open(server, config, of_guest(config), events)
+    }
+
+    fn open(
+        server: usize,
+        config: &RemoteConfig,
+        purpose: Purpose,
+        events: Sender<SessionEvent>,
+    ) -> Result<Self, RemoteError> {
+        let keeper = Keeper::start(server, config, purpose, events, waker()?)?;
+        Ok(Self { keeper })
+    }
+
+    /// Has `bytes` in all set aside. Blocks until the server has answered.
+    pub fn reserve(&mut self, bytes: u64) -> Result<(), RemoteError> {
+        self.keeper.reserve_first(bytes)
+    }
+
+    /// See [`Session::want`].
+    pub fn want(&mut self, bytes: u64) {
+        self.keeper.shared().status().wanted_bytes = bytes;
+    }
+
+    /// What the server has promised to lend.
+    pub fn promise(&self) -> Promise {
+        self.keeper.shared().promise()
+    }
+
+    /// Which server it is with.
+    pub fn address(&self) -> &ServerAddress {
+        self.keeper.address()
+    }
+
+    /// Has a thread of its own keep the session; `events`, which it was opened with (and which must be received
+    /// from, or be unbounded), tells what happens. The first is an `Up`, then come the data connections.
+    pub fn keep(self) -> Result<Session, RemoteError> {
+        Session::keep(self.keeper)
+    }
+
+    /// Gives back what was opened just now; where the server does not answer, it takes that when the lease ends.
+    pub fn give_up(self) {
+        self.keeper.give_up();
+    }
+}
+
 /// A session with one server. Dropping it leaves the server without a word: the slabs stay for as
 /// long as the lease, for whoever comes with the secret. [`Session::close`] gives everything back.
 pub struct Session {
@@ -113,19 +186,6 @@ pub struct Session {
 }
 
 impl Session {
-    /// Connects to server number `server` of `config` and reserves `reserve_bytes` in all. Blocks
-    /// for that, so that what is wrong from the start is told at the start; from then on a thread of
-    /// its own keeps the session, and `events` (which must be received from, or be unbounded) tells
-    /// what happens. The first is an `Up`, then come the data connections.
-    pub fn start(
-        server: usize,
-        config: &RemoteConfig,
-        reserve_bytes: u64,
-        events: Sender<SessionEvent>,
-    ) -> Result<Session, RemoteError> {
-        Self::open(server, config, of_guest(config), reserve_bytes, events)
-    }
-
     /// Takes over the session of a process that died, which had the same secret. Does not wait for the
     /// server, nor fails where it is out of reach: that is told as it is of any session, and so are
     /// slabs that it has no longer.
@@ -137,10 +197,10 @@ impl Session {
     ) -> Result<Session, RemoteError> {
         let (purpose, waker) = (of_guest(config), waker()?);
         let keeper = Keeper::resume_later(server, config, purpose, former, events, waker)?;
-        Self::keep(server, config, keeper)
+        Self::keep(keeper)
     }
 
-    /// Like [`Session::start`], for a far-memory disk. A session that another claimant has taken the
+    /// Like [`NewSession::greet`] and [`NewSession::keep`], for a far-memory disk. A session that another claimant has taken the
     /// disk from stays down: each `Down` says [`Refusal::DiskClaimed`].
     ///
     /// [`Refusal::DiskClaimed`]: outram_wire::server::Refusal::DiskClaimed
@@ -155,27 +215,10 @@ impl Session {
             secret: disk.secret,
             opening: disk.opening,
         };
-        // What it needs depends on the server's slabs, which the greeting tells.
-        Self::open(server, config, purpose, 0, events)
+        NewSession::open(server, config, purpose, events)?.keep()
     }
 
-    fn open(
-        server: usize,
-        config: &RemoteConfig,
-        purpose: Purpose,
-        reserve_bytes: u64,
-        events: Sender<SessionEvent>,
-    ) -> Result<Session, RemoteError> {
-        let waker = waker()?;
-        let keeper = Keeper::start(server, config, purpose, reserve_bytes, events, waker)?;
-        Self::keep(server, config, keeper)
-    }
-
-    fn keep(
-        server: usize,
-        config: &RemoteConfig,
-        mut keeper: Keeper,
-    ) -> Result<Session, RemoteError> {
+    fn keep(mut keeper: Keeper) -> Result<Session, RemoteError> {
         // Orders are few: the pager bounds its requests by what it may lease.
         let (sender, receiver): (Sender<Order>, Receiver<Order>) = unbounded();
         let disk = keeper.disk();
@@ -184,8 +227,9 @@ impl Session {
             shared: keeper.shared(),
         };
         let address = keeper.address().clone();
+        let answer_timeout = keeper.answer_timeout();
         // Both threads or none: a session without them would stay down in silence.
-        let keeping = thread::Builder::new().name(format!("server-{server}"));
+        let keeping = thread::Builder::new().name(keeper.name());
         keeper
             .start_opener(&orders)
             .and_then(|()| keeping.spawn(move || keeper.run(&receiver)))
@@ -196,7 +240,7 @@ impl Session {
         Ok(Session {
             orders,
             address,
-            answer_timeout: config.timing.answer + config.timing.connect,
+            answer_timeout,
             disk,
         })
     }
@@ -223,6 +267,12 @@ impl Session {
         self.await_answer(self.answer_timeout, |answer| Order::Reserve(bytes, answer))
     }
 
+    /// Wants `bytes` set aside: the server is told with the next renewal where it has less set aside, or more
+    /// than that and what is leased.
+    pub fn want(&self, bytes: u64) {
+        self.orders.shared.status().wanted_bytes = bytes;
+    }
+
     /// Says that a data connection is dead; `generation` is its [`DataConn::generation`]. All
     /// connections are made anew, unless they were since: what the dead one had sent may still lie
     /// unread at the server, and only the fence of a new greeting keeps such a write from landing
@@ -240,12 +290,7 @@ impl Session {
 
     /// What the server has promised to lend.
     pub fn promise(&self) -> Promise {
-        let status = self.orders.shared.status();
-        Promise {
-            bytes: status.reserved_bytes,
-            slab_bytes: status.slab_bytes,
-            slabs: status.slabs,
-        }
+        self.orders.shared.promise()
     }
 
     /// Whether the server certainly still keeps our slabs, unless it has died: by our own clock,

@@ -36,8 +36,12 @@ struct Owner {
 impl Owner {
     fn start(config: &RemoteConfig, slabs: u64) -> Result<Self, RemoteError> {
         let (sender, events) = unbounded();
-        let session = Session::start(0, config, slabs * SLAB, sender)?;
-        Ok(Self::of(session, events))
+        let mut session = NewSession::greet(0, config, sender)?;
+        if let Err(error) = session.reserve(slabs * SLAB) {
+            session.give_up();
+            return Err(error);
+        }
+        Ok(Self::of(session.keep()?, events))
     }
 
     fn resume(config: &RemoteConfig, former: Former) -> Result<Self, RemoteError> {
@@ -604,6 +608,11 @@ fn slabs_wanted_back_are_told() {
     owner.until("word of it", |owner| !owner.vacate.is_empty());
     assert_eq!(owner.vacate, [slabs[1]]);
     owner.session.release_slab(slabs[1]);
+    let deadline = Instant::now() + PATIENCE;
+    while owner.session.status().reserved_bytes > SLAB {
+        assert!(Instant::now() < deadline, "as much is promised");
+        thread::sleep(Duration::from_millis(5));
+    }
     owner.session.request_slab();
     owner.until("a refusal", |owner| !owner.refused.is_empty());
     assert_eq!(server.stats().leased_bytes, SLAB);
