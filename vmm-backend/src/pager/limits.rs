@@ -128,10 +128,13 @@ impl Pager {
                 return Err(error);
             }
         }
-        self.promise_less(&standing);
         crash_points::pass(Point::TuneSettled);
-        if let Err(error) = self.update_record(|record| record.limit = limit) {
-            tracing::warn!(%error, "a backend that takes over from this one would keep the former limit");
+        match self.update_record(|record| record.limit = limit) {
+            // Only what a successor does not need either.
+            Ok(()) => self.promise_less(&standing),
+            Err(error) => {
+                tracing::warn!(%error, "a backend that takes over from this one would keep the former limit");
+            }
         }
         crash_points::pass(Point::TuneRecorded);
         Ok(())
@@ -175,7 +178,6 @@ impl Pager {
             };
             self.promise(&next).map_err(TuningError::Limit)?;
             self.settle(&mut standing, next, self.staging.backing());
-            self.promise_less(&standing);
         }
         if let Some(workers) = tuning.workers {
             self.evictors.set(workers)?;
@@ -186,8 +188,11 @@ impl Pager {
             .for_each(|pages| pace.set_granule(pages));
         let depth = tuning.queue_depth.into_iter();
         depth.for_each(|depth| pace.set_queue_depth(depth));
-        if let Err(error) = self.records.write_tuning(tuning) {
-            tracing::warn!(%error, "a backend that takes over from this one would move the guest's memory as before");
+        match self.records.write_tuning(tuning) {
+            Ok(()) => self.promise_less(&standing),
+            Err(error) => {
+                tracing::warn!(%error, "a backend that takes over from this one would move the guest's memory as before");
+            }
         }
         Ok(())
     }

@@ -283,8 +283,7 @@ impl PreparedPager {
         state_dir.records().write_keys(&keys)?;
         state_dir.records().write_tuning(&config.tuning)?;
         if sessions.len() > 1 {
-            let parts = promises::parts(&sessions);
-            state_dir.records().write_promises(&parts)?;
+            promises::write(&state_dir.records(), &promises::parts(&sessions));
         }
         let shared = Arc::new(Shared {
             page_size: size,
@@ -511,10 +510,19 @@ fn start_sessions(
     events: &Sender<SessionEvent>,
 ) -> Result<Arc<[Session]>, PagerError> {
     let servers = remote.addresses.len();
-    let mut greeted = Vec::with_capacity(servers);
+    let mut greeted: Vec<NewSession> = Vec::with_capacity(servers);
     let mut greet = || {
         for server in 0..servers {
-            greeted.push(NewSession::greet(server, remote, events.clone())?);
+            let session = NewSession::greet(server, remote, events.clone())?;
+            let before = greeted
+                .iter()
+                .find(|it| it.instance() == session.instance());
+            let same = before.map(|before| RemoteError::SameServer {
+                first: before.address().clone(),
+                second: session.address().clone(),
+            });
+            greeted.push(session);
+            same.map_or(Ok(()), Err)?;
         }
         promises::first(&mut greeted, standing.reserve_bytes(servers))
     };
@@ -523,9 +531,25 @@ fn start_sessions(
         greeted.into_iter().for_each(NewSession::give_up);
         return Err(error.into());
     }
-    let sessions = greeted.into_iter().map(NewSession::keep);
-    let sessions: Vec<Session> = sessions.collect::<Result<_, _>>()?;
-    Ok(sessions.into())
+    let mut sessions = Vec::with_capacity(servers);
+    let mut failed = None;
+    for session in greeted {
+        if failed.is_some() {
+            session.give_up();
+            continue;
+        }
+        match session.keep() {
+            Ok(session) => sessions.push(session),
+            Err(error) => failed = Some(error),
+        }
+    }
+    match failed {
+        None => Ok(sessions.into()),
+        Some(error) => {
+            close_sessions(&sessions);
+            Err(error.into())
+        }
+    }
 }
 
 /// How a guest with pages of this size is to be moved.

@@ -70,11 +70,19 @@ impl Promises {
         if parts.len() < 2 || parts == asked.noted {
             return;
         }
-        if let Err(error) = self.records.write_promises(&parts) {
-            tracing::warn!(%error, "a backend that takes over from this one would ask the servers for other parts");
+        if write(&self.records, &parts) {
+            asked.noted = parts;
         }
-        asked.noted = parts;
     }
+}
+
+/// Writes down how much each server promises; whether that could be done.
+pub(super) fn write(records: &Records, parts: &[u64]) -> bool {
+    let written = records.write_promises(parts);
+    if let Err(error) = &written {
+        tracing::warn!(%error, "a backend that takes over from this one would ask the servers for other parts");
+    }
+    written.is_ok()
 }
 
 /// A session whose server is asked for promises.
@@ -151,13 +159,16 @@ fn raise(sessions: &[Session], each: u64) -> Result<(), RemoteError> {
 }
 
 /// Has the servers promise no more than `each` times their number in all: those less that promise most. Where they
-/// promise less than that, none does less than it does, and they are asked on for what they took back.
+/// promise less than that, none does less than it does, and they are asked on for what they took back. One that
+/// cannot be reached promises nothing, and is told of nothing else.
 fn lower<B: Borrower>(sessions: &mut [B], each: u64) {
     let promises: Vec<Promise> = sessions.iter().map(B::promise).collect();
-    let has: Vec<u64> = promises.iter().map(|promise| promise.bytes).collect();
+    let here = promises.iter().filter(|promise| promise.is_connected);
+    let has: Vec<u64> = here.map(|promise| promise.bytes).collect();
     let total = total(sessions.len(), each);
     let level = (sum(&has) >= total).then(|| level_below(&has, total));
-    for (session, promise) in sessions.iter_mut().zip(promises) {
+    let here = sessions.iter_mut().zip(promises);
+    for (session, promise) in here.filter(|(_, promise)| promise.is_connected) {
         session.want(match level {
             Some(level) => promise.bytes.min(level),
             None => promise.bytes.max(promise.wanted),
@@ -192,17 +203,20 @@ fn kept(sessions: &[Session]) -> Vec<&Session> {
 
 fn raise_to<B: Borrower>(sessions: &mut [B], each: u64) -> Result<(), RemoteError> {
     let total = total(sessions.len(), each);
-    // Of those that have not as much as they were asked for.
-    let mut rooms: Vec<Option<u64>> = vec![None; sessions.len()];
+    // Of those that have not as much as they were asked for, or cannot be reached.
+    let is_away = |session: &B| sessions.len() > 1 && !session.promise().is_connected;
+    let is_away: Vec<bool> = sessions.iter().map(is_away).collect();
+    let mut rooms: Vec<Option<u64>> = is_away.iter().map(|away| away.then_some(0)).collect();
     let mut has = Vec::new();
     // Each round but the last finds a server full, or less in one than it said.
     for _ in 0..=2 * sessions.len() {
         // Less was wanted, perhaps, and is not told yet.
-        let sure = |session: &B| {
+        let sure = |(session, is_away): (&B, &bool)| {
             let promise = session.promise();
-            promise.bytes.min(promise.wanted)
+            let sure = promise.bytes.min(promise.wanted);
+            if *is_away { 0 } else { sure }
         };
-        let sure: Vec<u64> = sessions.iter().map(sure).collect();
+        let sure: Vec<u64> = sessions.iter().zip(&is_away).map(sure).collect();
         has = sure.clone();
         for (has, room) in has.iter_mut().zip(&rooms) {
             *has = room.unwrap_or(0).max(*has);
@@ -229,6 +243,9 @@ fn raise_to<B: Borrower>(sessions: &mut [B], each: u64) -> Result<(), RemoteErro
                 rooms[server] = Some(room_in(slab_bytes, error, sessions.len() == 1)?);
             }
         }
+    }
+    if let Some(away) = is_away.iter().position(|is_away| *is_away) {
+        return Err(RemoteError::Disconnected(sessions[away].address()));
     }
     let addresses = sessions.iter().map(B::address);
     Err(RemoteError::PromisedTooLittle {
@@ -435,6 +452,26 @@ mod tests {
         world.comes_to_set_aside(&[4, 4, 2]);
         lower(&mut kept(&world.sessions), SLAB);
         world.comes_to_set_aside(&[1, 1, 1]);
+    }
+
+    #[test]
+    fn what_one_that_is_away_has_promised_the_others_do() {
+        let mut world = World::with(&[12, 8]);
+        raise(&world.sessions, 4 * SLAB).expect("there is room");
+        world.servers.truncate(1);
+        let deadline = Instant::now() + PATIENCE;
+        while world.sessions[1].promise().is_connected {
+            assert!(Instant::now() < deadline, "it is not missed");
+            thread::sleep(Duration::from_millis(5));
+        }
+        raise(&world.sessions, 5 * SLAB).expect("one has room");
+        assert_eq!(world.set_aside(), [10]);
+        lower(&mut kept(&world.sessions), 5 * SLAB);
+        let wanted = |server: usize| world.sessions[server].promise().wanted / SLAB;
+        assert_eq!((wanted(0), wanted(1)), (10, 4));
+        let refused = raise(&world.sessions, 7 * SLAB).expect_err("14 of 12");
+        assert!(matches!(refused, RemoteError::Disconnected(_)), "{refused}");
+        assert_eq!((world.set_aside(), wanted(0)), (vec![10], 10));
     }
 
     #[test]

@@ -213,7 +213,12 @@ impl Orphan {
         let (sender, events) = unbounded();
         let servers = remote.addresses.len();
         let each = standing.reserve_bytes(servers);
-        let parts = promises::resumed(&self.state_dir.records().promises()?, each, servers);
+        let parts = self.state_dir.records().promises().unwrap_or_else(|error| {
+            // What they lend is theirs to keep; what more was promised is asked for anew.
+            tracing::warn!(%error, "the servers are asked for equal parts");
+            Vec::new()
+        });
+        let parts = promises::resumed(&parts, each, servers);
         crash_points::pass(Point::RecoverSessions);
         let sessions = resume_sessions(&remote, &parts, &recovered, &sender)?;
         let prepared = PreparedPager {

@@ -459,7 +459,11 @@ impl Writer {
         let is_promised = |server: &ServerIndex| {
             unreserved(server) >= self.sessions[*server].promise().slab_bytes
         };
-        let may_exceed = has_to_move || slots.kept() == 0;
+        // Nor where one is on its way that was promised.
+        let is_promised_one_asked = (0..self.sessions.len())
+            .filter(|server| self.leases[*server].asked && slots.is_connected(*server))
+            .any(|server| is_promised(&server));
+        let may_exceed = has_to_move || (slots.kept() == 0 && !is_promised_one_asked);
         if let Some(server) = candidate.filter(|server| is_promised(server) || may_exceed) {
             self.leases[server].asked = true;
             self.sessions[server].request_slab();

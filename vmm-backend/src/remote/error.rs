@@ -52,9 +52,17 @@ pub enum RemoteError {
         #[source]
         refusal: Refusal,
     },
+    /// One server under two addresses.
+    #[error("{first} and {second} are the same memory server: name it once")]
+    SameServer {
+        /// The first.
+        first: ServerAddress,
+        /// The other.
+        second: ServerAddress,
+    },
     /// Several servers together have not what is asked for.
     #[error(
-        "the memory servers can set aside {} of the {} that the guest may need ({}): lower the share kept remotely, raise --memory on a server, or add one",
+        "the memory servers can set aside {} of the {} that the guest may need ({}): raise --local-ratio, raise --memory on a server (and --client-memory, where that is set), or add a server",
         format_size(promised.iter().map(|(_, bytes)| bytes).sum()), format_size(*needed_bytes), listed(promised)
     )]
     PromisedTooLittle {

@@ -85,7 +85,7 @@ impl Keeper {
         let welcome = &greeted.welcome;
         let status = SessionStatus {
             address: dialer.address.clone(),
-            connected: false,
+            connected: true,
             detail: None,
             transport: None,
             instance: welcome.instance,
@@ -196,8 +196,8 @@ impl Keeper {
     /// Gives back what was opened just now. To be called in place of [`Self::run`].
     pub(super) fn give_up(mut self) {
         if let Some(greeted) = &mut self.first
-            // A former session holds pages.
-            && !greeted.welcome.resumed
+            // Those of a former session are not ours to give.
+            && greeted.welcome.held.is_empty()
         {
             // Without the server's word the lease runs out.
             let _ = self.dialer.say_goodbye(&mut greeted.channel, 1);
@@ -516,7 +516,13 @@ impl Keeper {
         if link.renew_at <= now {
             self.look_at_device(link)?;
             link.renew_at = now + self.dialer.timing.renew.min(self.lease / 3);
-            if let Some(bytes) = self.other_promise() {
+            let is_reserving = |request: &InFlight| {
+                matches!(request.asked, Asked::Reserve(..) | Asked::ReserveMore(_))
+            };
+            if link.in_flight.iter().any(is_reserving) {
+                // Another promise would take the place of that one.
+                self.ask(link, Asked::Renew)?;
+            } else if let Some(bytes) = self.other_promise() {
                 self.ask(link, Asked::Reserve(bytes, None))?;
             } else {
                 // It has been given, or is not wanted any more.

@@ -54,6 +54,8 @@ pub struct Promise {
     pub bytes: u64,
     /// Bytes that it was last asked to promise, and did: it may have taken some back since.
     pub wanted: u64,
+    /// Whether the server can be reached: where not, nobody knows what it has by now.
+    pub is_connected: bool,
     /// Bytes of a slab; 0 before the server was first greeted.
     pub slab_bytes: u64,
     /// Slabs lent.
@@ -94,6 +96,7 @@ impl Shared {
         Promise {
             bytes: status.reserved_bytes,
             wanted: status.wanted_bytes,
+            is_connected: status.connected,
             slab_bytes: status.slab_bytes,
             slabs: status.slabs,
         }
@@ -157,6 +160,11 @@ impl NewSession {
     /// What the server has promised to lend.
     pub fn promise(&self) -> Promise {
         self.keeper.shared().promise()
+    }
+
+    /// Which run of the server it is with.
+    pub fn instance(&self) -> InstanceId {
+        self.keeper.shared().status().instance
     }
 
     /// Which server it is with.
