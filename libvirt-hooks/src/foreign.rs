@@ -10,13 +10,14 @@ pub mod ovirt;
 
 use std::str::FromStr;
 
+use outram_wire::host_settings::{HostSettings, SettingsError};
 use outram_wire::server::{AddressError, ServerAddress};
 use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, parse_size};
 
 use crate::attachment::{self, AttachRequest, AttachmentError, DiskRequest};
 use crate::domain_xml::{DomainXml, DomainXmlError};
-use crate::host::{HostSettings, Paths, SettingsError};
+use crate::host::Paths;
 use crate::metadata;
 use crate::refusal::{self, Refusal};
 

@@ -22,13 +22,14 @@ use std::process::ExitCode;
 use std::{fs, io};
 
 use outram_wire::control::Phase;
+use outram_wire::host_settings::{HostSettings, SettingsError};
 use outram_wire::incoming::Incoming;
 
 use crate::apparmor;
 use crate::arrival::{self, Caller};
 use crate::backend_control::BackendControl;
 use crate::domain_xml::{DomainXml, DomainXmlError};
-use crate::host::{self, HostSettings, NoBackend, Paths, SettingsError};
+use crate::host::{self, NoBackend, Paths};
 use crate::launch::{self, Launch, LaunchError};
 use crate::metadata::{self, MetadataError, NAMESPACE_MARK};
 use crate::page_size;

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Brings what build, tests and demo need, from the distribution's packages. Does nothing where all
-# of it is there; asks for root only where something is missing.
+# Brings what build, tests and demo need, from the distribution's packages; with --lints also what 'make
+# check' does. Does nothing where all of it is there; asks for root only where something is missing.
 set -euo pipefail
 
 # cmake is for rdma-mummy-sys, which finds libibverbs when a program runs; the library and its drivers
@@ -31,6 +31,10 @@ missing=
 for package in $packages; do installed "$package" || missing="$missing $package"; done
 # busybox and busybox-static are two packages of one program: either will do if it is static.
 rust_is_new_enough || missing="$missing rustc-web cargo-web"
+if [ "${1-}" = --lints ]; then
+  cargo fmt --version >/dev/null 2>&1 || missing="$missing rustfmt-web"
+  cargo clippy --version >/dev/null 2>&1 || missing="$missing rust-web-clippy"
+fi
 [ -n "$missing" ] || exit 0
 
 [ "$(id -u)" = 0 ] || fail "root is needed to install:$missing"

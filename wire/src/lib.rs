@@ -9,6 +9,7 @@ pub mod compressed_share;
 pub mod control;
 pub mod disk;
 pub mod granularity;
+pub mod host_settings;
 pub mod identity;
 pub mod incoming;
 pub mod limits;

@@ -5,6 +5,7 @@ use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use outram_wire::host_settings::HostSettings;
 use outram_wire::identity::{Identity, expires_soon, expiry_in_words};
 use rustls::ClientConfig;
 
@@ -12,7 +13,7 @@ use super::doctor::{Check, Verdict, knows_hook};
 use super::setup::HOOK_NAME;
 use crate::apparmor::{self, AppArmor};
 use crate::daemons;
-use crate::host::{self, HostSettings, Paths, is_executable};
+use crate::host::{self, Paths, is_executable};
 use crate::observer::{Observer, ObserverError};
 use crate::process;
 use crate::shmem_thp;
@@ -290,7 +291,7 @@ pub(super) fn settings(paths: &Paths) -> (HostSettings, Check) {
             (settings, check)
         }
         Err(error) => {
-            let check = Check::fail(name, error.to_string(), format!("correct {path}"));
+            let check = Check::fail(name, with_causes(&error), format!("correct {path}"));
             (HostSettings::default(), check)
         }
     }
@@ -372,7 +373,9 @@ fn expiring(check: Check, expires: i64) -> Check {
 
 fn free_of(stats: &ServerStats) -> u64 {
     let lent = stats.reserved_bytes.max(stats.leased_bytes);
-    stats.memory_bytes.saturating_sub(lent)
+    let free = stats.memory_bytes.saturating_sub(lent);
+    // It lends whole slabs.
+    free - free.checked_rem(stats.slab_bytes).unwrap_or(0)
 }
 
 fn room(free_bytes: u64, wanted: u64) -> Check {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use outram_wire::control::{Phase, Status, is_supervised};
+use outram_wire::host_settings::HostSettings;
 
 use super::completion::domain_names;
 use super::report::{Guest, all_guests, find_guest, run_dir};
@@ -34,6 +35,9 @@ pub struct RestartArguments {
 impl RestartArguments {
     /// Restarts. The result is whether all went well.
     pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
+        // The next process would not come up, and a backend of an earlier version does not look itself.
+        HostSettings::read(&paths.config)
+            .context("no backend is restarted before this host's settings are correct")?;
         if let Some(domain) = &self.domain {
             println!("{}", restart(&find_guest(domain, uri, paths)?, paths)?);
             return Ok(true);

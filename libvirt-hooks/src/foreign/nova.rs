@@ -13,12 +13,13 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use outram_wire::causes::with_causes;
+use outram_wire::host_settings::HostSettings;
 use serde::Deserialize;
 use xot::Node;
 
 use super::{ForeignError, Wish, attach};
 use crate::domain_xml::DomainXml;
-use crate::host::{HostSettings, Paths};
+use crate::host::Paths;
 
 /// What the namespaces of Nova's metadata have in common; what follows is a version.
 const NOVA_NAMESPACE: &str = "http://openstack.org/xmlns/libvirt/nova/";

@@ -12,9 +12,10 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
 use outram_wire::causes::with_causes;
+use outram_wire::host_settings::HostSettings;
 
 use super::{ForeignError, Wish, attach};
-use crate::host::{HostSettings, Paths};
+use crate::host::Paths;
 
 /// The variable with the path of the domain's XML.
 const XML_VARIABLE: &str = "_hook_domxml";

@@ -20,6 +20,11 @@ pub(super) fn spawn_backend(
 ) -> Result<(Child, PathBuf)> {
     let ram_mib: u64 = wish.ram_mib.iter().sum();
     let mut arguments = lab.backend_arguments(uuid, ram_mib << 20);
+    if let Some(settings) = wish.settings
+        && let Some(flag) = arguments.iter().position(|word| word == "--config")
+    {
+        arguments[flag + 1] = settings.display().to_string();
+    }
     arguments.extend(["--local".to_owned(), wish.limit.to_string()]);
     let most = (ram_mib + wish.hot_plug_mib) << 20;
     arguments.extend(["--max-ram".to_owned(), most.to_string()]);

@@ -50,6 +50,8 @@ pub struct Wish<'a> {
     pub disk_mib: Option<u64>,
     /// The point at which its backend dies.
     pub dies_at: Option<Point>,
+    /// Its host's settings, where they are not those of the lab.
+    pub settings: Option<&'a Path>,
     /// Its backend's program, where that is not this build's.
     pub program: Option<&'a Path>,
 }
@@ -69,6 +71,7 @@ impl Default for Wish<'_> {
             supervised: false,
             disk_mib: None,
             dies_at: None,
+            settings: None,
             program: None,
         }
     }

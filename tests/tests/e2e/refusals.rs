@@ -309,6 +309,18 @@ fn by_hand(lab: &Lab) -> Result<()> {
         guest.status()?.ram_bytes == RAM_MIB << 20,
         "all of its RAM is paged"
     );
+    let settings = Path::new("/etc/outram/backend.toml");
+    let good = fs::read_to_string(settings)?;
+    fs::write(settings, format!("{good}\nlocal-ration = 0.5\n"))?;
+    let refused = lab.host.outram(&["restart", guest.name()]);
+    let examined = lab.host.outram(&["doctor"]);
+    fs::write(settings, good)?;
+    demand_refusal(&refused?, &["local-ration", "correct"])?;
+    demand_refusal(
+        &examined?,
+        &["local-ration", "correct /etc/outram/backend.toml"],
+    )?;
+    lab.host.outram_ok(&["restart", guest.name()])?;
     crate::fixture::power_off(&guest, &mut console, &server)
 }
 

@@ -1,8 +1,10 @@
 //! Nobody but the backend itself sees to it that its guest goes on.
 
+use std::fs;
+use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use outram_tests::hermetic::command::wait_for;
@@ -20,6 +22,10 @@ pub(crate) const TESTS: &[crate::Test] = &[
         both,
     ),
     ("a_backend_is_replaced_by_itself_when_asked", replaced),
+    (
+        "a_backend_outlives_settings_that_are_no_good",
+        no_good_settings,
+    ),
     ("a_guest_that_ends_with_its_pager_leaves_nothing", together),
 ];
 
@@ -182,6 +188,62 @@ fn both(lab: &Lab) -> Result<()> {
     ensure!(now.takeovers == 1, "{now:?}");
     demand_sound(&guest.answer(sent)?)?;
     guest.verify(0, FILLED)?;
+    guest.connect()?;
+    guest.end(&[&server])
+}
+
+/// It is not replaced while they are not understood; where it dies, the guest waits until they are mended. An address
+/// that another has by now keeps nobody from his memory.
+fn no_good_settings(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let servers = [server.address.as_str()];
+    let settings = lab.path("mended.toml");
+    let metrics = format!("metrics = \"{}\"\n", lab.address());
+    fs::write(&settings, &metrics)?;
+    let wish = Wish {
+        servers: &servers,
+        settings: Some(&settings),
+        ..wish()
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, FILLED)?;
+    let before = guest.status()?;
+    fs::write(&settings, "sevrers = []\n")?;
+    match guest.control()?.ask(Request::Restart)? {
+        Reply::Refused(why) => ensure!(
+            why.contains("sevrers") && why.contains("mended.toml"),
+            "{why}"
+        ),
+        other => bail!("it would not come up again: {other:?}"),
+    }
+    guest.verify(0, FILLED)?;
+
+    let is_waiting = |guest: &Guest| {
+        wait_for("the reason to be told", LONG, || {
+            let reason = fs::read_to_string(guest.dir.join("error")).unwrap_or_default();
+            Ok(reason.contains("sevrers").then_some(()))
+        })
+    };
+    end(before.backend_pid, Signal::SIGKILL)?;
+    is_waiting(&guest)?;
+    let sent = guest.send(0, "verify", json!({"page": 0, "pages": FILLED}))?;
+    guest.demand_silence(sent)?;
+    // As where it has to be started again by hand, after a crash of all of it.
+    guest.kill_backend()?;
+    let is_known = guest.dir.join("control.sock").exists();
+    ensure!(is_known, "nobody would know that a guest waits");
+    guest.spawn_backend_again(lab, &wish)?;
+    std::thread::sleep(Duration::from_millis(500));
+    ensure!(guest.backend().try_wait()?.is_none(), "{}", guest.log());
+    is_waiting(&guest)?;
+
+    let address = metrics.split('"').nth(1).context("an address")?;
+    let another = TcpListener::bind(address)?;
+    fs::write(&settings, &metrics)?;
+    demand_sound(&guest.answer(sent)?)?;
+    wait_for_another(&guest, &before)?;
+    ensure!(!guest.dir.join("error").exists(), "a reason is left");
+    drop(another);
     guest.connect()?;
     guest.end(&[&server])
 }

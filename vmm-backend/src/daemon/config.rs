@@ -8,6 +8,7 @@ use clap::Args;
 use outram_wire::compressed_share::CompressedShare;
 use outram_wire::disk::{DiskKey, MAX_DISK_BYTES, MIN_DISK_BYTES, is_disk_size};
 use outram_wire::granularity::Granularity;
+use outram_wire::host_settings::{HostSettings, MAX_SHARDS, SettingsError};
 use outram_wire::incoming::Incoming;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -15,11 +16,10 @@ use outram_wire::tls::TlsFiles;
 use outram_wire::tuning::{QueueDepth, Tuning, Workers};
 use outram_wire::units::{Limit, LocalRatio, PageSize, UnitError, VmId, format_size, parse_size};
 use outram_wire::verbs::Choice;
-use serde::Deserialize;
 
 use super::run_dir::STATE_DIR;
 use crate::pager::DISK_KEY;
-use crate::remote::{AddressError, ServerAddress};
+use crate::remote::ServerAddress;
 
 /// Where the settings of a host's backends lie.
 pub(super) const DEFAULT_CONFIG: &str = "/etc/outram/backend.toml";
@@ -159,52 +159,16 @@ pub struct Flags {
 impl Flags {
     /// The guest's directory, as far as flags alone can tell.
     pub(super) fn likely_dir(&self) -> PathBuf {
-        dir(self, &File::default())
+        dir(self, &HostSettings::default())
     }
-}
-
-/// The configuration file. Unknown keys are errors.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
-struct File {
-    servers: Vec<String>,
-    tls_ca: Option<PathBuf>,
-    tls_cert: Option<PathBuf>,
-    tls_key: Option<PathBuf>,
-    run_dir: Option<PathBuf>,
-    metrics: Option<SocketAddr>,
-    shards: Option<u32>,
-    connect_timeout: Option<u64>,
-    rdma: Option<Choice>,
-    allow_sysctl: bool,
 }
 
 /// Why a configuration was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The file cannot be read.
-    #[error("cannot read the configuration {}", path.display())]
-    Read {
-        /// Which.
-        path: PathBuf,
-        /// Why not.
-        #[source]
-        source: std::io::Error,
-    },
-    /// The file is not understood. The reason is part of the message, for TOML's own text has
-    /// several lines.
-    #[error("{} is not understood{}: {}", path.display(), line_of(text, reason), reason.message())]
-    Parse {
-        /// Which.
-        path: PathBuf,
-        /// What is in it.
-        text: String,
-        /// Where and why.
-        reason: Box<toml::de::Error>,
-    },
-    /// A server's address.
-    #[error("'servers' of the configuration")]
-    Server(#[from] AddressError),
+    /// The host's settings.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
     /// A ratio or size.
     #[error(transparent)]
     Unit(#[from] UnitError),
@@ -237,10 +201,6 @@ pub enum ConfigError {
     Ram(u64, PageSize),
 }
 
-/// More would only add threads: each can serve tens of thousands of faults a second. A memory server admits a
-/// connection for each, and more.
-pub(crate) const MAX_SHARDS: u32 = 64;
-
 /// Faults of a guest reach the wait-queue lock of one userfaultfd each; two show that sharding
 /// works on the smallest host and cost little.
 const DEFAULT_SHARDS: u32 = 2;
@@ -257,6 +217,8 @@ pub struct DiskSettings {
 /// Everything a backend is told.
 #[derive(Clone, Debug)]
 pub struct Config {
+    /// What all of it was gathered from, without the disk, whose key is read once.
+    flags: Flags,
     /// The guest.
     pub vm: VmId,
     /// Its name.
@@ -306,12 +268,31 @@ pub struct Config {
 impl Config {
     /// The guest's directory.
     pub(super) fn dir_of(flags: &Flags) -> Result<PathBuf, ConfigError> {
-        Ok(dir(flags, &file_of(flags)?))
+        match flags.run_dir {
+            // Whatever the settings are by now: a guest may depend on this process.
+            Some(_) => Ok(flags.likely_dir()),
+            None => Ok(dir(flags, &settings_of(flags)?)),
+        }
+    }
+
+    /// The file of the host's settings.
+    pub(super) fn settings_file(&self) -> &Path {
+        settings_file(&self.flags)
+    }
+
+    /// Whether a process that is told the same could go on with the guest: the settings may have changed since.
+    pub(super) fn check_again(&self) -> Result<(), ConfigError> {
+        Self::gather(self.flags.clone()).map(drop)
     }
 
     /// Flags over the file that they name, or the default one where it exists.
     pub fn gather(flags: Flags) -> Result<Self, ConfigError> {
-        let file = file_of(&flags)?;
+        let kept = Flags {
+            disk_size: None,
+            disk_key_file: None,
+            ..flags.clone()
+        };
+        let file = settings_of(&flags)?;
         let dir = dir(&flags, &file);
         let limit = match (flags.local_ratio, flags.local) {
             (Some(ratio), None) => Limit::LocalRatio(ratio),
@@ -326,18 +307,12 @@ impl Config {
             return Err(ConfigError::Shards(shards));
         }
         let servers = match flags.servers.is_empty() {
-            true => file
-                .servers
-                .iter()
-                .map(|server| server.parse())
-                .collect::<Result<_, _>>()?,
+            true => file.servers.clone(),
             false => flags.servers,
         };
-        let pki = |flag: Option<PathBuf>, file: Option<PathBuf>, default: &str| {
-            flag.or(file)
-                .unwrap_or_else(|| PathBuf::from("/etc/outram/pki").join(default))
-        };
+        let usual = file.tls_files();
         Ok(Self {
+            flags: kept,
             vm: flags.uuid,
             name: flags.name,
             ram_bytes: flags.ram,
@@ -360,9 +335,9 @@ impl Config {
             metrics: flags.metrics.or(file.metrics),
             shards,
             tls: TlsFiles {
-                ca: pki(flags.tls_ca, file.tls_ca, "ca.pem"),
-                cert: pki(flags.tls_cert, file.tls_cert, "client.pem"),
-                key: pki(flags.tls_key, file.tls_key, "client.key"),
+                ca: flags.tls_ca.unwrap_or(usual.ca),
+                cert: flags.tls_cert.unwrap_or(usual.cert),
+                key: flags.tls_key.unwrap_or(usual.key),
             },
             connect_timeout: Duration::from_secs(
                 flags
@@ -370,7 +345,7 @@ impl Config {
                     .or(file.connect_timeout)
                     .unwrap_or(120),
             ),
-            rdma: flags.rdma.or(file.rdma).unwrap_or_default(),
+            rdma: flags.rdma.unwrap_or(file.rdma),
             allow_sysctl: file.allow_sysctl,
             supervisor: flags.supervisor,
             takeovers: flags.takeovers,
@@ -378,21 +353,19 @@ impl Config {
     }
 }
 
-fn file_of(flags: &Flags) -> Result<File, ConfigError> {
+fn settings_of(flags: &Flags) -> Result<HostSettings, SettingsError> {
     match &flags.config {
-        Some(path) => read(path),
-        None => match read(Path::new(DEFAULT_CONFIG)) {
-            Err(ConfigError::Read { source, .. })
-                if source.kind() == std::io::ErrorKind::NotFound =>
-            {
-                Ok(File::default())
-            }
-            other => other,
-        },
+        Some(path) => HostSettings::read_existing(path),
+        None => HostSettings::read(settings_file(flags)),
     }
 }
 
-fn dir(flags: &Flags, file: &File) -> PathBuf {
+/// The file that the settings are read from, if there is one.
+fn settings_file(flags: &Flags) -> &Path {
+    flags.config.as_deref().unwrap_or(Path::new(DEFAULT_CONFIG))
+}
+
+fn dir(flags: &Flags, file: &HostSettings) -> PathBuf {
     let run_dir = flags.run_dir.as_ref().or(file.run_dir.as_ref());
     let run_dir = run_dir.map_or(Path::new(DEFAULT_RUN_DIR), |dir| dir);
     run_dir.join(flags.uuid.to_string())
@@ -429,24 +402,4 @@ fn disk(
         _ => {}
     }
     Ok(Some(DiskSettings { size_bytes, key }))
-}
-
-fn read(path: &Path) -> Result<File, ConfigError> {
-    let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
-        path: path.to_owned(),
-        source,
-    })?;
-    toml::from_str(&text).map_err(|reason| ConfigError::Parse {
-        path: path.to_owned(),
-        text,
-        reason: Box::new(reason),
-    })
-}
-
-/// Where in a text an error is, in words.
-fn line_of(text: &str, error: &toml::de::Error) -> String {
-    let before = error.span().and_then(|span| text.get(..span.start));
-    before.map_or_else(String::new, |before| {
-        format!(" in line {}", before.matches('\n').count() + 1)
-    })
 }

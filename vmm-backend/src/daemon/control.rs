@@ -140,8 +140,17 @@ fn answer(envelope: Envelope, daemon: &Daemon, homing: &mut Option<Homing>) -> R
             Reply::Refused("nobody would start this process again: there is no supervisor".into())
         }
         (Request::Restart, Stage::Serving(guest)) if guest.pager.course() == Course::Serving => {
-            daemon.asked_to_start_again.store(true, Ordering::Relaxed);
-            Reply::Done
+            // The next process would not come up with settings that are no good, and the guest wait for it.
+            match daemon.config.check_again() {
+                Ok(()) => {
+                    daemon.asked_to_start_again.store(true, Ordering::Relaxed);
+                    Reply::Done
+                }
+                Err(error) => Reply::Refused(format!(
+                    "the next process would refuse this host's settings: {}; correct them first",
+                    with_causes(&error)
+                )),
+            }
         }
         (Request::Restart, Stage::Serving(_)) => {
             Reply::Refused("the guest is being detached: let that end first".into())

@@ -33,6 +33,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use outram_wire::causes::with_causes;
 use outram_wire::identity::Identity;
 use outram_wire::incoming::Incoming;
+use outram_wire::scrape::Page;
 
 pub use config::{Config, ConfigError, DiskSettings, Flags};
 pub use supervisor::supervise;
@@ -165,12 +166,12 @@ pub fn run(flags: Flags) -> anyhow::Result<()> {
 
 /// Where settings and certificates lie.
 fn readable(config: &Config) -> Vec<PathBuf> {
-    let files = [&config.tls.ca, &config.tls.cert, &config.tls.key];
+    let tls = &config.tls;
+    let files = [&tls.ca, &tls.cert, &tls.key].map(PathBuf::as_path);
+    let files = files.into_iter().chain([config.settings_file()]);
     // They may be links to where a machine's certificates are renewed.
-    let real = files
-        .into_iter()
-        .filter_map(|file| file.canonicalize().ok());
-    let named = files.into_iter().cloned().chain(real);
+    let real = files.clone().filter_map(|file| file.canonicalize().ok());
+    let named = files.map(Path::to_owned).chain(real);
     named
         .filter_map(|file| Some(file.parent()?.to_owned()))
         .collect()
@@ -178,6 +179,11 @@ fn readable(config: &Config) -> Vec<PathBuf> {
 
 /// Leaves the reason of a refusal, unless another backend of the guest is at work there.
 fn leave_reason(dir: &Path, error: &anyhow::Error) {
+    let there = RunDir::at(dir);
+    if there.was_served() && !there.is_served() {
+        // The sockets stay: they tell that a guest may wait for a process that goes on with it.
+        return there.note_error(&format!("{error:#}"));
+    }
     match RunDir::create(dir) {
         Ok(dir) => dir.leave_error(&format!("{error:#}")),
         Err(other) => tracing::warn!("the reason cannot be left in a file: {other:#}"),
@@ -220,7 +226,9 @@ fn serve(config: Config, powers: Powers, dir: &RunDir) -> anyhow::Result<()> {
     };
     let daemon = Daemon::new(config, powers, remote.identity, Some(prepared), disk);
     tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
-    open_doors(Arc::new(daemon), dir)
+    let daemon = Arc::new(daemon);
+    let metrics = serve_metrics(&daemon)?;
+    open_doors(daemon, dir, metrics)
 }
 
 /// Goes on with a guest whose backend died: its memory first, then all that others may ask for.
@@ -255,11 +263,24 @@ fn serve_again(
         disk,
     ));
     guest::serve(&daemon, guest);
-    open_doors(daemon, dir)
+    let metrics = serve_metrics(&daemon).unwrap_or_else(|error| {
+        // The guest comes first; its address may be another's by now.
+        tracing::warn!("metrics are served to 'outram metrics' alone: {error:#}");
+        None
+    });
+    open_doors(daemon, dir, metrics)
 }
 
-/// Serves QEMU's disk and the control socket until the guest has ended.
-fn open_doors(daemon: Arc<Daemon>, dir: &RunDir) -> anyhow::Result<()> {
+/// Serves metrics, where the settings name an address for them.
+fn serve_metrics(daemon: &Arc<Daemon>) -> anyhow::Result<Option<Page>> {
+    let address = daemon.config.metrics;
+    address
+        .map(|address| metrics::serve(address, daemon))
+        .transpose()
+}
+
+/// Serves QEMU's disk and the control socket until the guest has ended, and metrics meanwhile.
+fn open_doors(daemon: Arc<Daemon>, dir: &RunDir, _metrics: Option<Page>) -> anyhow::Result<()> {
     let door = dir.listen_vhost()?;
     match daemon.powers.are_own() {
         true => dir.give_vhost(daemon.config.socket_user.as_deref())?,
@@ -271,10 +292,6 @@ fn open_doors(daemon: Arc<Daemon>, dir: &RunDir) -> anyhow::Result<()> {
         signal_hook::flag::register(signal, Arc::clone(&stop))
             .context("registering for signals")?;
     }
-    let _metrics = match daemon.config.metrics {
-        Some(address) => Some(metrics::serve(address, &daemon)?),
-        None => None,
-    };
     GuestDoor::open(door, &daemon)?;
     control::serve(control, &daemon)?;
     watch(&daemon, dir)

@@ -21,7 +21,7 @@ pub(super) struct RunDir {
 impl RunDir {
     /// Makes the directory. Refuses where another backend serves the guest.
     pub(super) fn create(path: &Path) -> anyhow::Result<Self> {
-        if UnixStream::connect(path.join("control.sock")).is_ok() {
+        if Self::at(path).is_served() {
             bail!(
                 "a backend of this guest runs already in {}: is the guest running?",
                 path.display()
@@ -61,6 +61,11 @@ impl RunDir {
     /// Where the guest's tmpfs is mounted.
     pub(super) fn state(&self) -> PathBuf {
         self.path.join(STATE_DIR)
+    }
+
+    /// Whether a backend is at work there.
+    pub(super) fn is_served(&self) -> bool {
+        UnixStream::connect(self.path.join("control.sock")).is_ok()
     }
 
     /// Whether a guest was served there by a process that has not cleared up, or is at work still. (A

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, unbounded};
 use outram_memserver::{Config, Server};
 use outram_wire::causes::with_causes;
+use outram_wire::host_settings::MAX_SHARDS;
 use outram_wire::pki::{self, Order};
 use outram_wire::server::{Refusal, SessionSecret, SlabId};
 use outram_wire::tls::{Kind, TlsError, TlsFiles};
 
 use super::test_server::*;
 use super::*;
-use crate::daemon::config::MAX_SHARDS;
 
 /// The owner of a session: remembers what it was told.
 struct Owner {
