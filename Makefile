@@ -11,8 +11,8 @@
 # make check        formatting, lints, documentation
 # make clean-state  removes what interrupted runs may have left behind
 #
-# demo and test install what they need from the distribution's packages (Debian 12 or newer, as root)
-# and use what is there. PROFILE=release or dev chooses how the demo's programs are built.
+# All install what they need from the distribution's packages (Debian 12 or newer, as root) and use what
+# is there. PROFILE=release or dev chooses how the demo's programs are built.
 
 export PATH := $(PATH):/usr/sbin:/sbin
 # What cargo tells a program of its package, where that calls us (the packages' test): ring, whose build looks at
@@ -51,6 +51,7 @@ bench-guests:
 	@target/release/bench guests $(BENCH)
 
 man:
+	@tests/scripts/prepare.sh
 	cargo build --workspace --profile $(or $(PROFILE),dev) --bin outram --bin manual
 	target/$(if $(filter release,$(PROFILE)),release,debug)/manual target/manual
 
@@ -59,11 +60,13 @@ man:
 CARGO_DEB := target/tools/bin/cargo-deb
 
 $(CARGO_DEB):
+	@tests/scripts/prepare.sh
 	CARGO_PROFILE_DEV_DEBUG=0 cargo install cargo-deb --version 3.8.0 --locked --debug --root target/tools
 
 # Release builds unless PROFILE=dev, which tests take: quick to make, large.
 deb: PROFILE := $(or $(PROFILE),release)
 deb: $(CARGO_DEB)
+	@tests/scripts/prepare.sh
 	cargo build --workspace --bins --profile $(PROFILE)
 	$(MAKE) --no-print-directory man PROFILE=$(PROFILE)
 	for package in outram-memserver outram-libvirt; do \
@@ -80,6 +83,7 @@ lab:
 CARGO_FUZZ := target/tools/bin/cargo-fuzz
 
 $(CARGO_FUZZ):
+	@tests/scripts/prepare.sh
 	cargo install cargo-fuzz --version 0.13.1 --locked --root target/tools
 
 # What the fuzzer adds to the seeds stays in target/fuzz; tests/fuzz/seeds changes by hand alone.
@@ -89,6 +93,7 @@ fuzz: $(CARGO_FUZZ)
 	@tests/scripts/run-fuzz.sh $(abspath $(CARGO_FUZZ)) $(FUZZ_SECONDS) $(FUZZ)
 
 check:
+	@tests/scripts/prepare.sh --lints
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps

@@ -129,10 +129,39 @@ impl Config {
                 slab_bytes: self.slab_bytes,
             });
         }
+        if let Some(client_memory_bytes) = self.client_memory_bytes
+            && client_memory_bytes < self.slab_bytes
+        {
+            return Err(ConfigError::ClientMemory {
+                client_memory_bytes,
+                slab_bytes: self.slab_bytes,
+            });
+        }
         if self.lease_timeout < MIN_LEASE_TIMEOUT {
             return Err(ConfigError::LeaseTimeout(self.lease_timeout));
         }
         Ok(())
+    }
+
+    /// Settings in which `next` differs that a running server does not take over.
+    pub fn taken_at_start_alone(&self, next: &Self) -> Vec<&'static str> {
+        let differ = [
+            ("listen", self.listen != next.listen),
+            (
+                "client-memory",
+                self.client_memory_bytes != next.client_memory_bytes,
+            ),
+            ("slab-size", self.slab_bytes != next.slab_bytes),
+            ("lease-timeout", self.lease_timeout != next.lease_timeout),
+            (
+                "parked-disk-timeout",
+                self.parked_disk_timeout != next.parked_disk_timeout,
+            ),
+            ("rdma", self.rdma != next.rdma),
+            ("metrics", self.metrics != next.metrics),
+        ];
+        let differ = differ.into_iter().filter(|(_, differs)| *differs);
+        differ.map(|(name, _)| name).collect()
     }
 }
 
@@ -304,6 +333,17 @@ pub enum ConfigError {
         /// What was asked for.
         slab_bytes: u64,
     },
+    /// Not one slab could be lent to a client.
+    #[error(
+        "--client-memory of {} is less than a slab of {}: allow more, or make --slab-size smaller",
+        format_size(*client_memory_bytes), format_size(*slab_bytes)
+    )]
+    ClientMemory {
+        /// What a client may have set aside.
+        client_memory_bytes: u64,
+        /// Bytes of a slab.
+        slab_bytes: u64,
+    },
     /// Not one slab could be lent.
     #[error(
         "--memory of {} is less than a slab of {}: lend more, or make --slab-size smaller",
@@ -355,6 +395,23 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_taken_over_while_it_runs_is_named() {
+        let file = file(WHOLE);
+        let flags = Flags {
+            config: Some(file.path().to_owned()),
+            ..Flags::default()
+        };
+        let config = Config::gather(flags).expect("legal");
+        let mut next = config.clone();
+        next.memory_bytes *= 2;
+        assert!(config.taken_at_start_alone(&next).is_empty());
+        next.client_memory_bytes = Some(64 << 20);
+        next.lease_timeout *= 2;
+        let named = config.taken_at_start_alone(&next);
+        assert_eq!(named, ["client-memory", "lease-timeout"]);
+    }
+
+    #[test]
     fn unknown_keys_are_named() {
         let file = file("memroy = \"1GiB\"");
         let flags = Flags {
@@ -388,6 +445,7 @@ mod tests {
             |config: &mut Config| config.slab_bytes = 65_537,
             |config: &mut Config| config.slab_bytes = 4 << 30,
             |config: &mut Config| config.memory_bytes = 1 << 20,
+            |config: &mut Config| config.client_memory_bytes = Some(1 << 20),
             |config: &mut Config| config.lease_timeout = Duration::ZERO,
         ] {
             let mut config = legal.clone();

@@ -11,6 +11,7 @@ use outram_wire::server::{
     ClientMessage, ClientName, DiskId, Purpose, Refusal, Reply, Request, ServerMessage,
     VERBS_VERSION, Welcome,
 };
+use outram_wire::units::format_size;
 use outram_wire::verbs::{Choice, End, VerbsError};
 
 use crate::ledger::{Caller, Ended, Hold, Ledger, Wish};
@@ -94,8 +95,12 @@ pub(crate) fn serve(
 /// written whole or not at all, which a one-sided write does not promise: they go over TCP.
 fn offers_verbs(desk: &Desk, hold: &Hold, socket: &TcpStream) -> bool {
     let holder = hold.session.holder;
-    let is_too_large = desk.ledger.terms.slab_bytes > MOST_REGISTERED_BYTES;
-    if holder.is_disk() || is_too_large || desk.rdma == Choice::Off {
+    if holder.is_disk() || desk.rdma == Choice::Off {
+        return false;
+    }
+    if desk.ledger.terms.slab_bytes > MOST_REGISTERED_BYTES {
+        let most = format_size(MOST_REGISTERED_BYTES);
+        tracing::info!(%holder, "no RDMA is offered: slabs of more than {most} are not registered with devices");
         return false;
     }
     let local = socket

@@ -28,7 +28,7 @@ fn main() -> ExitCode {
 
 fn run(flags: &Flags) -> anyhow::Result<()> {
     let config = Config::gather(flags.clone())?;
-    let memory = config.memory_bytes;
+    let (memory, started) = (config.memory_bytes, config.clone());
     raise_descriptor_limit();
     warn_beyond_ram(memory);
     warn_of_device(&config.rdma);
@@ -42,7 +42,7 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
     tell_service_manager(&[NotifyState::Ready]);
     for signal in signals.forever() {
         if signal == SIGHUP {
-            reload(&server, flags);
+            reload(&server, flags, &started);
             continue;
         }
         tracing::info!("stopping: every lease ends");
@@ -61,14 +61,20 @@ fn tell_service_manager(state: &[NotifyState<'_>]) {
 }
 
 /// Reads configuration and certificates again. A mistake in them changes nothing.
-fn reload(server: &Server, flags: &Flags) {
+fn reload(server: &Server, flags: &Flags, started: &Config) {
     let reloaded = Config::gather(flags.clone())
         .map_err(anyhow::Error::new)
-        .and_then(|config| Ok((server.reload(&config)?, config.memory_bytes)));
+        .and_then(|config| Ok((server.reload(&config)?, config)));
     match reloaded {
-        Ok((asked, memory)) => {
-            let memory = format_size(memory);
+        Ok((asked, config)) => {
+            warn_beyond_ram(config.memory_bytes);
+            let memory = format_size(config.memory_bytes);
             tracing::info!(%memory, slabs_asked_back = asked, "configuration taken");
+            let later = started.taken_at_start_alone(&config);
+            if !later.is_empty() {
+                let settings = later.join(", ");
+                tracing::warn!(%settings, "changed, and taken over by another start alone, which the pages here do not outlive");
+            }
         }
         Err(error) => tracing::error!("the configuration is not taken: {error:#}"),
     }

@@ -106,7 +106,8 @@ impl Housekeeping {
                 }
             }
             SessionEvent::Down { server, error } => {
-                tracing::warn!(server, %error, "a memory server is out of reach");
+                // The session has told, where it is not as it was at the try before.
+                tracing::debug!(server, %error, "a memory server is out of reach");
                 self.shared.slots.set_connected(server, false);
             }
             SessionEvent::Lost { server, slabs } => {
@@ -175,12 +176,10 @@ impl Housekeeping {
         if pages == 0 {
             // It was started anew with smaller slabs.
             let reason = format!("its slabs of {} hold no page of {size}", format_size(bytes));
-            tracing::warn!(server, %reason, "a memory server's slabs are of no use");
             return self.give_back(server, id, reason);
         }
         if self.shared.slots.next_group() >= MOST_GROUPS {
             let reason = "this guest has had as many slabs as can be numbered: start it anew";
-            tracing::error!(server, reason, "a slab is given back");
             return self.give_back(server, id, reason.to_owned());
         }
         let slab = SlabRef { server, slab: id.0 };
@@ -188,7 +187,6 @@ impl Housekeeping {
         // Before any page lies there: a successor has to find it.
         if let Err(error) = self.note_group(slab, pages) {
             let reason = format!("its slab cannot be noted down: {}", with_causes(&error));
-            tracing::error!(server, %reason, "a slab is given back");
             return self.give_back(server, id, reason);
         }
         crash_points::pass(Point::LeaseRecorded);
@@ -200,7 +198,10 @@ impl Housekeeping {
 
     /// Gives a slab back that is of no use: as if its server had leased none.
     fn give_back(&self, server: ServerIndex, id: SlabId, reason: String) {
-        self.notes.note_refusal(server, reason);
+        // Another is asked for each second.
+        if self.notes.note_refusal(server, reason.clone()) {
+            tracing::error!(server, %reason, "a slab is given back");
+        }
         self.sessions[server].release_slab(id);
         self.writer.send(WriterEvent::LeaseRefused(server));
     }

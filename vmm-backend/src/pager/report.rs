@@ -29,7 +29,9 @@ impl ServerNotes {
 
     /// Whether it is refused for another reason than before, if it was.
     pub(super) fn note_refusal(&self, server: ServerIndex, reason: String) -> bool {
-        lock(&self.refusals[server]).replace(reason.clone()) != Some(reason)
+        let words = |text: &str| text.replace(|letter: char| letter.is_ascii_digit(), "");
+        let former = lock(&self.refusals[server]).replace(reason.clone());
+        former.is_none_or(|former| words(&former) != words(&reason))
     }
 
     pub(super) fn clear_refusal(&self, server: ServerIndex) {

@@ -284,7 +284,7 @@ pub enum Refusal {
     SessionBusy,
     /// The server has not so much to lend.
     #[error(
-        "the server is full: {} asked, {} free: lower the share kept remotely, raise --memory on the server, or add a server",
+        "the server is full: {} asked, {} free: raise --local-ratio, raise --memory on the server (and --client-memory, where that is set), or add a server",
         format_size(*asked_bytes), format_size(*free_bytes)
     )]
     ServerFull {
