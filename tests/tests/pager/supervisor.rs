@@ -216,6 +216,12 @@ fn no_good_settings(lab: &Lab) -> Result<()> {
         ),
         other => bail!("it would not come up again: {other:?}"),
     }
+    // Nor does another supervisor, which could start no other pager.
+    guest.kill_backend()?;
+    guest.spawn_backend_again(lab, &wish)?;
+    std::thread::sleep(Duration::from_millis(500));
+    ensure!(guest.backend().try_wait()?.is_none(), "{}", guest.log());
+    ensure!(guest.status()?.backend_pid == before.backend_pid);
     guest.verify(0, FILLED)?;
 
     let is_waiting = |guest: &Guest| {

@@ -217,7 +217,7 @@ pub struct DiskSettings {
 /// Everything a backend is told.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What all of it was gathered from, without the disk, whose key is read once.
+    /// What all of it was gathered from.
     flags: Flags,
     /// The guest.
     pub vm: VmId,
@@ -280,18 +280,33 @@ impl Config {
         settings_file(&self.flags)
     }
 
-    /// Whether a process that is told the same could go on with the guest: the settings may have changed since.
-    pub(super) fn check_again(&self) -> Result<(), ConfigError> {
-        Self::gather(self.flags.clone()).map(drop)
-    }
-
-    /// Flags over the file that they name, or the default one where it exists.
-    pub fn gather(flags: Flags) -> Result<Self, ConfigError> {
-        let kept = Flags {
+    /// Whether a pager that is told this would come up. Leaves the disk's key, which is read once, alone.
+    pub(super) fn check(flags: &Flags) -> Result<(), ConfigError> {
+        let flags = Flags {
             disk_size: None,
             disk_key_file: None,
             ..flags.clone()
         };
+        Self::gather(flags).map(drop)
+    }
+
+    /// Whether a process that is told the same could go on with the guest: the settings may have changed since.
+    pub(super) fn check_again(&self) -> Result<(), ConfigError> {
+        match Self::check(&self.flags) {
+            // The next process reads them before it gives up what this one has.
+            Err(ConfigError::Settings(SettingsError::Read { source, path }))
+                if source.kind() == std::io::ErrorKind::PermissionDenied =>
+            {
+                tracing::info!(%source, path = %path.display(), "the settings are not looked at");
+                Ok(())
+            }
+            checked => checked,
+        }
+    }
+
+    /// Flags over the file that they name, or the default one where it exists.
+    pub fn gather(flags: Flags) -> Result<Self, ConfigError> {
+        let kept = flags.clone();
         let file = settings_of(&flags)?;
         let dir = dir(&flags, &file);
         let limit = match (flags.local_ratio, flags.local) {

@@ -98,6 +98,10 @@ fn enter_host() -> anyhow::Result<()> {
 
 /// Mounts the directory of a new guest's state; that of a guest that is there already is left alone.
 fn prepare(flags: Flags) -> anyhow::Result<()> {
+    // Whatever the settings are by now: nothing keeps a supervisor from its guest.
+    if RunDir::at(&Config::dir_of(&flags)?).was_served() {
+        return Ok(());
+    }
     // The key is the pager's to read.
     let disk_bytes = flags.disk_size;
     let config = Config::gather(Flags {
@@ -105,9 +109,6 @@ fn prepare(flags: Flags) -> anyhow::Result<()> {
         ..flags
     })?;
     let dir = RunDir::at(&config.dir);
-    if dir.was_served() {
-        return Ok(());
-    }
     RunDir::make(&config.dir)?;
     let pager = PagerConfig {
         disk_table_bytes: table_bytes(disk_bytes),

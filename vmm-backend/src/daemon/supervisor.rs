@@ -18,6 +18,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use outram_wire::causes::with_causes;
 use outram_wire::control::{
     CONTROL_VERSION, Envelope, Reply, Request, connect, read_frame, write_frame,
 };
@@ -49,6 +50,9 @@ const LONG: Duration = Duration::from_secs(10);
 /// time there is none.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// Pause before settings that are no good are looked at again.
+const SETTINGS_PAUSE: Duration = Duration::from_secs(1);
 
 /// How often the lock of a guest's directory is tried anew.
 const LOOKERS: u32 = 20;
@@ -138,7 +142,7 @@ pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCo
 
 impl Supervisor<'_> {
     fn run(&mut self) -> anyhow::Result<ExitCode> {
-        match AtWork::find(&self.dir, self.flags.uuid) {
+        match self.find_pager() {
             Some(pager) => self.replace(pager)?,
             None if self.has_ended() => {
                 tracing::info!("the guest has ended meanwhile");
@@ -217,6 +221,30 @@ impl Supervisor<'_> {
         self.pager = Some(pid);
         let sent = self.awaited.send(Awaited::Child(child));
         sent.context("the thread that waits for the pager's end is gone")
+    }
+
+    /// The pager that serves the guest already, once another could take its place: it is left alone while the
+    /// settings are no good.
+    fn find_pager(&mut self) -> Option<AtWork> {
+        let mut told = String::new();
+        loop {
+            self.pager = None;
+            let found = AtWork::find(&self.dir, self.flags.uuid)?;
+            let Err(error) = Config::check(self.flags) else {
+                return Some(found);
+            };
+            let reason = with_causes(&error);
+            if reason != told {
+                tracing::error!(
+                    "the pager at work goes on alone until this is corrected: {reason}"
+                );
+                told = reason;
+            }
+            self.pager = Some(found.pid);
+            if let Ok(Event::Signal(signal)) = self.events.recv_timeout(SETTINGS_PAUSE) {
+                self.pass_on(signal);
+            }
+        }
     }
 
     /// Replaces a pager that another supervisor started: nobody runs its errands any more.

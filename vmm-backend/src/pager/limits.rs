@@ -189,7 +189,8 @@ impl Pager {
         let depth = tuning.queue_depth.into_iter();
         depth.for_each(|depth| pace.set_queue_depth(depth));
         match self.records.write_tuning(tuning) {
-            Ok(()) => self.promise_less(&standing),
+            Ok(()) if share.is_some() => self.promise_less(&standing),
+            Ok(()) => {}
             Err(error) => {
                 tracing::warn!(%error, "a backend that takes over from this one would move the guest's memory as before");
             }

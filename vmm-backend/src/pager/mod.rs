@@ -282,9 +282,6 @@ impl PreparedPager {
         };
         state_dir.records().write_keys(&keys)?;
         state_dir.records().write_tuning(&config.tuning)?;
-        if sessions.len() > 1 {
-            promises::write(&state_dir.records(), &promises::parts(&sessions));
-        }
         let shared = Arc::new(Shared {
             page_size: size,
             table: PageTable::new(Box::new(table), &[]),
@@ -447,6 +444,8 @@ impl PreparedPager {
         let records = self.state_dir.records();
         let each = standing.reserve_bytes(self.sessions.len());
         let promises = Promises::new(Arc::clone(&self.sessions), records.clone(), each);
+        // So that a successor knows them from the start.
+        promises.look();
         let promises = Arc::new(promises);
         let keeping = Housekeeping {
             shared: Arc::clone(&self.shared),

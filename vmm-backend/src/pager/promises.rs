@@ -19,8 +19,9 @@ pub(super) struct Promises {
 struct Asked {
     /// An equal part, in bytes.
     each: u64,
-    /// What was last written down.
+    /// What was last written down, or should have been.
     noted: Vec<u64>,
+    is_written: bool,
 }
 
 impl Promises {
@@ -30,7 +31,11 @@ impl Promises {
         Self {
             sessions,
             records,
-            asked: Mutex::new(Asked { each, noted }),
+            asked: Mutex::new(Asked {
+                each,
+                noted,
+                is_written: false,
+            }),
         }
     }
 
@@ -66,23 +71,22 @@ impl Promises {
 
     /// Writes down how much each server promises. Of one alone, the limit tells.
     fn note(&self, asked: &mut Asked) {
-        let parts = parts(&self.sessions);
-        if parts.len() < 2 || parts == asked.noted {
+        let Some(parts) = parts(&self.sessions, asked.each) else {
+            return;
+        };
+        let is_other = parts != asked.noted;
+        if parts.len() < 2 || (asked.is_written && !is_other) {
             return;
         }
-        if write(&self.records, &parts) {
-            asked.noted = parts;
+        let written = self.records.write_promises(&parts);
+        if let Err(error) = &written
+            && is_other
+        {
+            tracing::warn!(%error, "a backend that takes over from this one would ask the servers for other parts");
         }
+        asked.is_written = written.is_ok();
+        asked.noted = parts;
     }
-}
-
-/// Writes down how much each server promises; whether that could be done.
-pub(super) fn write(records: &Records, parts: &[u64]) -> bool {
-    let written = records.write_promises(parts);
-    if let Err(error) = &written {
-        tracing::warn!(%error, "a backend that takes over from this one would ask the servers for other parts");
-    }
-    written.is_ok()
 }
 
 /// A session whose server is asked for promises.
@@ -160,28 +164,46 @@ fn raise(sessions: &[Session], each: u64) -> Result<(), RemoteError> {
 
 /// Has the servers promise no more than `each` times their number in all: those less that promise most. Where they
 /// promise less than that, none does less than it does, and they are asked on for what they took back. One that
-/// cannot be reached promises nothing, and is told of nothing else.
+/// cannot be reached promises nothing, and is asked for no more than before once it can be.
 fn lower<B: Borrower>(sessions: &mut [B], each: u64) {
     let promises: Vec<Promise> = sessions.iter().map(B::promise).collect();
     let here = promises.iter().filter(|promise| promise.is_connected);
     let has: Vec<u64> = here.map(|promise| promise.bytes).collect();
     let total = total(sessions.len(), each);
-    let level = (sum(&has) >= total).then(|| level_below(&has, total));
-    let here = sessions.iter_mut().zip(promises);
-    for (session, promise) in here.filter(|(_, promise)| promise.is_connected) {
-        session.want(match level {
+    let level = |has: &[u64]| (sum(has) >= total).then(|| level_below(has, total));
+    let level_here = level(&has);
+    // As if those that are away came back as they were.
+    let had: Vec<u64> = promises
+        .iter()
+        .map(|promise| promise.bytes.max(promise.wanted))
+        .collect();
+    let level_once_back = level(&had).unwrap_or(u64::MAX);
+    for (session, promise) in sessions.iter_mut().zip(promises) {
+        session.want(match level_here {
+            _ if !promise.is_connected => promise.wanted.min(level_once_back),
             Some(level) => promise.bytes.min(level),
             None => promise.bytes.max(promise.wanted),
         });
     }
 }
 
-/// What each server promises, or is to promise once it can be reached: for [`resumed`].
-pub(super) fn parts(sessions: &[Session]) -> Vec<u64> {
-    let promises = sessions.iter().map(Session::promise);
-    promises
-        .map(|promise| promise.bytes.max(promise.wanted))
-        .collect()
+/// What each server promises, or is to promise: for [`resumed`]. Of those that cannot be reached as much as the
+/// others leave. `None` where none can be reached.
+fn parts(sessions: &[Session], each: u64) -> Option<Vec<u64>> {
+    let promises: Vec<Promise> = sessions.iter().map(Session::promise).collect();
+    let part = |promise: &Promise| promise.bytes.max(promise.wanted);
+    let here = promises.iter().filter(|promise| promise.is_connected);
+    let here: Vec<u64> = here.map(part).collect();
+    let mut left = total(sessions.len(), each).saturating_sub(sum(&here));
+    let parts = promises.iter().map(|promise| match promise.is_connected {
+        true => part(promise),
+        false => {
+            let part = part(promise).min(left);
+            left -= part;
+            part
+        }
+    });
+    (!here.is_empty()).then(|| parts.collect())
 }
 
 /// What the servers are to promise to the successor of a process that last wrote down these [`parts`], perhaps
@@ -472,6 +494,18 @@ mod tests {
         let refused = raise(&world.sessions, 7 * SLAB).expect_err("14 of 12");
         assert!(matches!(refused, RemoteError::Disconnected(_)), "{refused}");
         assert_eq!((world.set_aside(), wanted(0)), (vec![10], 10));
+        let parts = parts(&world.sessions, 5 * SLAB);
+        assert_eq!(
+            parts,
+            Some(vec![10 * SLAB, 0]),
+            "a successor asks for so much"
+        );
+        lower(&mut kept(&world.sessions), 3 * SLAB);
+        assert_eq!(
+            (wanted(0), wanted(1)),
+            (6, 3),
+            "no more than once both are there"
+        );
     }
 
     #[test]
@@ -527,6 +561,7 @@ mod tests {
             "{refused}"
         );
         world.comes_to_set_aside(&[3, 5]);
-        assert_eq!(parts(&world.sessions), [3 * SLAB, 5 * SLAB]);
+        let parts = parts(&world.sessions, 4 * SLAB);
+        assert_eq!(parts, Some(vec![3 * SLAB, 5 * SLAB]));
     }
 }
