@@ -161,6 +161,15 @@ impl Flags {
     pub(super) fn likely_dir(&self) -> PathBuf {
         dir(self, &HostSettings::default())
     }
+
+    /// The same without the disk, whose key is read once, by the pager.
+    pub(super) fn without_disk(&self) -> Self {
+        Self {
+            disk_size: None,
+            disk_key_file: None,
+            ..self.clone()
+        }
+    }
 }
 
 /// Why a configuration was refused.
@@ -280,14 +289,9 @@ impl Config {
         settings_file(&self.flags)
     }
 
-    /// Whether a pager that is told this would come up. Leaves the disk's key, which is read once, alone.
+    /// Whether a pager that is told this would come up.
     pub(super) fn check(flags: &Flags) -> Result<(), ConfigError> {
-        let flags = Flags {
-            disk_size: None,
-            disk_key_file: None,
-            ..flags.clone()
-        };
-        Self::gather(flags).map(drop)
+        Self::gather(flags.without_disk()).map(drop)
     }
 
     /// Whether a process that is told the same could go on with the guest: the settings may have changed since.
@@ -369,9 +373,10 @@ impl Config {
 }
 
 fn settings_of(flags: &Flags) -> Result<HostSettings, SettingsError> {
-    match &flags.config {
-        Some(path) => HostSettings::read_existing(path),
-        None => HostSettings::read(settings_file(flags)),
+    let path = settings_file(flags);
+    match flags.config {
+        Some(_) => HostSettings::read_existing(path),
+        None => HostSettings::read(path),
     }
 }
 

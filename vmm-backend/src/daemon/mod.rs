@@ -99,16 +99,12 @@ fn enter_host() -> anyhow::Result<()> {
 /// Mounts the directory of a new guest's state; that of a guest that is there already is left alone.
 fn prepare(flags: Flags) -> anyhow::Result<()> {
     // Whatever the settings are by now: nothing keeps a supervisor from its guest.
-    if RunDir::at(&Config::dir_of(&flags)?).was_served() {
+    let dir = RunDir::at(&Config::dir_of(&flags)?);
+    if dir.was_served() {
         return Ok(());
     }
-    // The key is the pager's to read.
     let disk_bytes = flags.disk_size;
-    let config = Config::gather(Flags {
-        disk_size: None,
-        ..flags
-    })?;
-    let dir = RunDir::at(&config.dir);
+    let config = Config::gather(flags.without_disk())?;
     RunDir::make(&config.dir)?;
     let pager = PagerConfig {
         disk_table_bytes: table_bytes(disk_bytes),

@@ -71,11 +71,14 @@ impl Promises {
 
     /// Writes down how much each server promises. Of one alone, the limit tells.
     fn note(&self, asked: &mut Asked) {
+        if self.sessions.len() < 2 {
+            return;
+        }
         let Some(parts) = parts(&self.sessions, asked.each) else {
             return;
         };
         let is_other = parts != asked.noted;
-        if parts.len() < 2 || (asked.is_written && !is_other) {
+        if asked.is_written && !is_other {
             return;
         }
         let written = self.records.write_promises(&parts);

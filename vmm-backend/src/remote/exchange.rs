@@ -55,6 +55,17 @@ pub(super) struct Link {
     pub(super) verbs: Option<Verbs>,
 }
 
+impl Link {
+    /// Bytes that the server was last asked to promise, if it has not answered yet.
+    pub(super) fn promise_under_way(&self) -> Option<u64> {
+        let promise = |request: &InFlight| match request.asked {
+            Asked::Reserve(bytes, _) | Asked::ReserveMore(bytes) => Some(bytes),
+            _ => None,
+        };
+        self.in_flight.iter().rev().find_map(promise)
+    }
+}
+
 impl Keeper {
     pub(super) fn ask(&mut self, link: &mut Link, asked: Asked) -> Result<(), LinkEnd> {
         let request = match &asked {

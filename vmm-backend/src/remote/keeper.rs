@@ -16,7 +16,7 @@ use outram_wire::server::{DiskWelcome, InstanceId, Purpose, Refusal, SlabId, Wel
 use outram_wire::verbs::Presence;
 
 use super::connect::{Dialer, Greeted};
-use super::exchange::{Asked, InFlight, Link};
+use super::exchange::{Asked, Link};
 use super::opener::{Opener, Opening};
 use super::session::{Former, Order, Orders, SessionStatus, Shared};
 use super::verbs_pause::VerbsPause;
@@ -475,12 +475,7 @@ impl Keeper {
             (status.reserved_bytes, status.slab_bytes)
         };
         let leased = (self.held.len() + self.leases_wanted) as u64 * slab;
-        let amount = |request: &InFlight| match request.asked {
-            Asked::Reserve(bytes, _) | Asked::ReserveMore(bytes) => Some(bytes),
-            _ => None,
-        };
-        let last = link.in_flight.iter().rev().find_map(amount);
-        match leased > last.unwrap_or(reserved) {
+        match leased > link.promise_under_way().unwrap_or(reserved) {
             true => self.ask(link, Asked::ReserveMore(leased)),
             false => Ok(()),
         }
@@ -516,10 +511,7 @@ impl Keeper {
         if link.renew_at <= now {
             self.look_at_device(link)?;
             link.renew_at = now + self.dialer.timing.renew.min(self.lease / 3);
-            let is_reserving = |request: &InFlight| {
-                matches!(request.asked, Asked::Reserve(..) | Asked::ReserveMore(_))
-            };
-            if link.in_flight.iter().any(is_reserving) {
+            if link.promise_under_way().is_some() {
                 // Another promise would take the place of that one.
                 self.ask(link, Asked::Renew)?;
             } else if let Some(bytes) = self.other_promise() {

@@ -208,8 +208,8 @@ impl Session {
         Self::keep(keeper)
     }
 
-    /// Like [`NewSession::greet`] and [`NewSession::keep`], for a far-memory disk. A session that another claimant has taken the
-    /// disk from stays down: each `Down` says [`Refusal::DiskClaimed`].
+    /// Like [`NewSession::greet`] and [`NewSession::keep`], for a far-memory disk. A session that another
+    /// claimant has taken the disk from stays down: each `Down` says [`Refusal::DiskClaimed`].
     ///
     /// [`Refusal::DiskClaimed`]: outram_wire::server::Refusal::DiskClaimed
     pub fn start_disk(
