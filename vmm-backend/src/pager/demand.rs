@@ -14,7 +14,7 @@ use std::sync::Arc;
 use foldhash::HashMap;
 use outram_wire::server::Extent;
 
-use super::writer::extent_of;
+use super::writer::{add_extent, extent_of};
 use crate::engine::slots::ServerIndex;
 use crate::engine::{Fetch, FetchId, SharedRef};
 use crate::remote::{AHEAD_BYTES, DataConn, Session, SubmitError};
@@ -87,14 +87,7 @@ impl Group {
     fn add(&mut self, fetch: Fetch, extent: Extent) {
         self.flight.rest.push(fetch);
         self.bytes += extent.length;
-        match self.extents.last_mut() {
-            Some(last)
-                if last.slab == extent.slab && last.offset + last.length == extent.offset =>
-            {
-                last.length += extent.length;
-            }
-            _ => self.extents.push(extent),
-        }
+        add_extent(&mut self.extents, extent);
     }
 }
 

@@ -646,6 +646,7 @@ impl Parts<'_> {
             evictors: self.evictors.orders(),
             writer: self.writer.clone(),
             others: others.map(|(_, inbox)| inbox.clone()).collect(),
+            to_write: Vec::new(),
             pin_answers: HashMap::new(),
             epoch: Instant::now(),
         };

@@ -64,8 +64,8 @@ const MESSAGES: usize = 1;
 pub(super) enum ShardEvent {
     /// An evictor hands a run back.
     RunDone(Box<Run>),
-    /// A write-back ended.
-    WrittenBack(StagedPage, SlotId),
+    /// A write-back ended, of pages of this shard; each lies in its slot.
+    WrittenBack(Vec<(StagedPage, SlotId)>),
     /// Pages are to be kept; answered over the channel.
     Pin {
         /// Which, all of this shard.
@@ -148,6 +148,8 @@ pub(super) struct ShardPorts {
     pub(super) evictors: Sender<EvictorOrder>,
     /// The writer.
     pub(super) writer: Inbox<WriterEvent>,
+    /// What it is to write, and has not been told of.
+    pub(super) to_write: Vec<StagedPage>,
     /// All other shards.
     pub(super) others: Vec<Inbox<ShardEvent>>,
     /// Answers awaited by pinning threads.
@@ -234,7 +236,7 @@ impl Ports for ShardPorts {
     }
 
     fn write_back(&mut self, page: StagedPage) {
-        self.writer.send(WriterEvent::Write(self.shard, page));
+        self.to_write.push(page);
     }
 
     fn stage(&mut self, slot: StagingSlot, bytes: &[u8]) {
@@ -254,6 +256,16 @@ impl Ports for ShardPorts {
 
     fn now_us(&self) -> u64 {
         self.epoch.elapsed().as_micros() as u64
+    }
+}
+
+impl ShardPorts {
+    /// Tells the writer what is to be written.
+    fn send_to_write(&mut self) {
+        if !self.to_write.is_empty() {
+            let pages = std::mem::take(&mut self.to_write);
+            self.writer.send(WriterEvent::Write(self.shard, pages));
+        }
     }
 }
 
@@ -284,6 +296,7 @@ impl ShardThread {
     pub(super) fn work(mut self) {
         let mut events = Events::new();
         loop {
+            self.shard.ports().send_to_write();
             let ready = match self.wait() {
                 Ok(ready) => ready,
                 Err(error) => {
@@ -545,7 +558,11 @@ impl ShardThread {
     fn handle(&mut self, event: ShardEvent) {
         match event {
             ShardEvent::RunDone(run) => self.shard.on_run_done(&run),
-            ShardEvent::WrittenBack(page, slot) => self.shard.on_written_back(page, slot),
+            ShardEvent::WrittenBack(pages) => {
+                for (page, slot) in pages {
+                    self.shard.on_written_back(page, slot);
+                }
+            }
             ShardEvent::Pin {
                 runs,
                 write,

@@ -45,8 +45,8 @@ const IDLE: Timespec = Timespec {
 
 /// What the writer is told.
 pub(super) enum WriterEvent {
-    /// A page of this shard waits in staging.
-    Write(usize, StagedPage),
+    /// Pages of this shard wait in staging.
+    Write(usize, Vec<StagedPage>),
     /// A connection for write-back.
     Connection(ServerIndex, DataConn),
     /// What is written over is to be dropped; another connection comes.
@@ -188,7 +188,10 @@ impl Writer {
 
     fn handle(&mut self, event: WriterEvent) {
         match event {
-            WriterEvent::Write(shard, page) => self.queue.push_back(Order { shard, page }),
+            WriterEvent::Write(shard, pages) => {
+                let orders = pages.into_iter().map(|page| Order { shard, page });
+                self.queue.extend(orders);
+            }
             WriterEvent::Connection(server, conn) => {
                 self.drop_conn(server);
                 self.conns[server] = Some(conn);
@@ -292,16 +295,10 @@ impl Writer {
     }
 
     fn submit_batch(&mut self, batch: Batch) -> bool {
-        let extents: Vec<Extent> = batch
-            .orders
-            .iter()
-            .filter_map(|(_, slot)| self.shared.slots.place(*slot))
-            .map(|place| extent_of(place, self.shared.page_size))
-            .collect();
-        if extents.len() != batch.orders.len() {
+        let Some(extents) = self.extents_of(&batch) else {
             self.take_back(batch);
             return false;
-        }
+        };
         let Some(conn) = &mut self.conns[batch.server] else {
             self.take_back(batch);
             return false;
@@ -340,6 +337,16 @@ impl Writer {
         }
     }
 
+    /// Where a batch's pages go; none where the place of one is gone.
+    fn extents_of(&self, batch: &Batch) -> Option<Vec<Extent>> {
+        let mut extents = Vec::new();
+        for (_, slot) in &batch.orders {
+            let place = self.shared.slots.place(*slot)?;
+            add_extent(&mut extents, extent_of(place, self.shared.page_size));
+        }
+        Some(extents)
+    }
+
     /// Frees a batch's slots; its pages are written again later.
     fn take_back(&mut self, batch: Batch) {
         for (order, slot) in batch.orders {
@@ -374,8 +381,14 @@ impl Writer {
 
     fn acknowledge(&self, batch: Batch) {
         crash_points::pass(Point::WriteAcknowledged);
+        let mut by_shard: Vec<Vec<(StagedPage, SlotId)>> = vec![Vec::new(); self.shards.len()];
         for (order, slot) in batch.orders {
-            self.shards[order.shard].send(ShardEvent::WrittenBack(order.page, slot));
+            by_shard[order.shard].push((order.page, slot));
+        }
+        for (shard, pages) in self.shards.iter().zip(by_shard) {
+            if !pages.is_empty() {
+                shard.send(ShardEvent::WrittenBack(pages));
+            }
         }
     }
 
@@ -569,6 +582,16 @@ pub(super) fn extent_of(place: Place, size: PageSize) -> Extent {
         slab: SlabId(place.slab.slab),
         offset: place.index * length,
         length,
+    }
+}
+
+/// Adds one extent to those of a request: neighbours are one, for which the server has one thing to do.
+pub(super) fn add_extent(extents: &mut Vec<Extent>, extent: Extent) {
+    match extents.last_mut() {
+        Some(last) if last.slab == extent.slab && last.offset + last.length == extent.offset => {
+            last.length += extent.length;
+        }
+        _ => extents.push(extent),
     }
 }
 
