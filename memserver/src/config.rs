@@ -182,7 +182,8 @@ pub struct Flags {
     /// 16GiB; no bound but --memory unless given
     #[arg(long, value_name = "SIZE")]
     pub client_memory: Option<Size>,
-    /// Size of the pieces that are lent [default: 64MiB]
+    /// Size of the pieces that are lent, 64KiB to 2GiB and a multiple of the guests' pages; a guest or disk
+    /// is lent 40000 at most [default: 64MiB]
     #[arg(long, value_name = "SIZE")]
     pub slab_size: Option<Size>,
     /// CA certificate that clients' certificates must come from ('outram pki init')

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use outram_wire::server::channel::EventFd;
 use outram_wire::server::clock::BootTime;
+use outram_wire::server::control::MAX_SLABS;
 use outram_wire::server::{
     ClientName, ClientStats, DiskStats, DiskWelcome, InstanceId, Refusal, ServerMessage,
     ServerStats, SlabId, Token,
@@ -195,6 +196,13 @@ impl Ledger {
             return Err(Refusal::ServerFull {
                 asked_bytes: wanted,
                 free_bytes: free_bytes.saturating_add(account.reserved_bytes),
+            });
+        }
+        if more > 0 && wanted / slab_bytes > MAX_SLABS {
+            return Err(Refusal::TooMany {
+                what: "slabs of one guest or disk (larger ones, by --slab-size, let it lend more)"
+                    .to_owned(),
+                limit: MAX_SLABS,
             });
         }
         account.reserved_bytes = wanted;

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::thread;
 use std::time::Duration;
 
+use outram_wire::server::control::MAX_SLABS;
 use outram_wire::server::data::{self, MAX_PAYLOAD_BYTES, Op, Status};
 use outram_wire::server::{Refusal, Reply, Request, ServerMessage, SlabId};
 
@@ -166,6 +167,24 @@ fn a_released_slab_is_given_back_and_the_next_one_is_empty() {
     );
     let twice = client.ask(Request::Release { slab });
     assert_eq!(twice, Reply::Refused(Refusal::NotLeased { slab }));
+}
+
+#[test]
+fn no_more_slabs_are_promised_than_a_welcome_can_list() {
+    let pki = Pki::new();
+    let server = server(&pki, 2 * MAX_SLABS, |_| {});
+    let mut client = Client::with_slabs(&server, &pki, 1, MAX_SLABS);
+    let more = client.ask(Request::Reserve {
+        bytes: MAX_SLABS * SLAB + 1,
+    });
+    let Reply::Refused(refusal @ Refusal::TooMany { limit, .. }) = more else {
+        panic!("not refused: {more:?}");
+    };
+    assert_eq!(limit, MAX_SLABS);
+    assert!(refusal.to_string().contains("--slab-size"), "{refusal}");
+    assert_eq!(server.stats().reserved_bytes, MAX_SLABS * SLAB);
+    // Another guest is promised the rest.
+    Client::with_slabs(&server, &pki, 2, MAX_SLABS);
 }
 
 #[test]

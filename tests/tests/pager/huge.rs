@@ -367,7 +367,10 @@ fn refused(lab: &Lab) -> Result<()> {
     };
     let error = Guest::start(lab, &wish).err().context("was not refused")?;
     let text = format!("{error:#}");
-    ensure!(text.contains("hold no page of 2 MiB"), "{text}");
+    ensure!(
+        text.contains("are no multiple of the guest's pages of 2 MiB"),
+        "{text}"
+    );
     ensure!(small.slabs_leased()? == 0, "it keeps what it was refused");
     Ok(())
 }

@@ -154,12 +154,12 @@ pub enum PagerError {
         /// Told at the start.
         told: u64,
     },
-    /// A server's slabs do not hold a page.
+    /// A server's slabs are not filled by the guest's pages: what it promises would hold fewer than it seems.
     #[error(
-        "memory server {address} lends slabs of {}, which hold no page of {size}: give it '--slab-size 64MiB' or another multiple of {size}",
+        "memory server {address} lends slabs of {}, which are no multiple of the guest's pages of {size}: give it '--slab-size 64MiB' or another multiple of {size}",
         format_size(*slab_bytes)
     )]
-    SlabTooSmall {
+    UnfitSlabs {
         /// The server.
         address: String,
         /// Bytes of its slabs.
@@ -567,12 +567,12 @@ fn workers_of(config: &PagerConfig) -> Workers {
     config.tuning.workers.unwrap_or(one_a_shard)
 }
 
-/// Refuses servers whose slabs hold no page of this size.
+/// Refuses servers whose slabs are not filled by pages of this size.
 fn check_slabs(sessions: &[Session], size: PageSize) -> Result<(), PagerError> {
     for status in sessions.iter().map(Session::status) {
-        if status.slab_bytes < size.bytes() {
+        if !are_filled_by(status.slab_bytes, size) {
             close_sessions(sessions);
-            return Err(PagerError::SlabTooSmall {
+            return Err(PagerError::UnfitSlabs {
                 address: status.address.to_string(),
                 slab_bytes: status.slab_bytes,
                 size,
@@ -580,6 +580,11 @@ fn check_slabs(sessions: &[Session], size: PageSize) -> Result<(), PagerError> {
         }
     }
     Ok(())
+}
+
+/// Whether slabs hold a whole number of pages of this size, and at least one.
+fn are_filled_by(slab_bytes: u64, size: PageSize) -> bool {
+    slab_bytes > 0 && slab_bytes.is_multiple_of(size.bytes())
 }
 
 /// Refuses RAM whose pages have another size than was told: all that is sized by it would be wrong.

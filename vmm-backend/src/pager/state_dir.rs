@@ -43,9 +43,9 @@ const TMPFS_SLACK_BYTES: u64 = 1 << 20;
 /// Name of the file of the disk's table.
 pub(crate) const DISK_TABLE: &str = "disk-table";
 
-/// What the list of groups takes at most, of each page of the table: some 50 bytes a slab in its old
-/// and its new form, and slabs of the smallest size, 1 MiB.
-const GROUP_BYTES_A_PAGE: u64 = 1;
+/// What the list of groups takes at most, of each page of the table: some 80 bytes a slab in its old
+/// and its new form together, and slabs of the smallest size, 64 KiB.
+const GROUP_BYTES_A_PAGE: u64 = 8;
 
 /// A tmpfs, as statfs(2) says.
 const TMPFS_MAGIC: i64 = 0x0102_1994;

@@ -25,8 +25,11 @@ pub const VERBS_VERSION: u32 = 2;
 /// Longest frame a server accepts, in bytes: a client's messages are all short.
 pub const MAX_CLIENT_FRAME_BYTES: usize = 4 * 1024;
 
-/// Longest frame a client accepts, in bytes: room to list 40,000 slabs (2.5 TiB of the default size).
+/// Longest frame a client accepts, in bytes: room for a [`Welcome`] that lists [`MAX_SLABS`].
 pub const MAX_SERVER_FRAME_BYTES: usize = 1024 * 1024;
+
+/// Most slabs that a server lends to one guest or disk (2.4 TiB of the default size).
+pub const MAX_SLABS: u64 = 40_000;
 
 /// What a client sends.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -491,6 +494,30 @@ mod tests {
             text,
             r#"{"reply":{"id":7,"reply":{"refused":{"not-leased":{"slab":9}}}}}"#
         );
+    }
+
+    #[test]
+    fn a_welcome_with_the_most_slabs_is_no_longer_than_a_client_accepts() {
+        let welcome = ServerMessage::Welcome(Welcome {
+            version: u32::MAX,
+            instance: InstanceId(uuid::Uuid::max()),
+            slab_bytes: u64::MAX,
+            lease_timeout_ms: u64::MAX,
+            resumed: true,
+            reserved_bytes: u64::MAX,
+            held: vec![SlabId(u64::MAX); MAX_SLABS as usize],
+            disk: Some(DiskWelcome {
+                claim: u64::MAX,
+                shape: DiskShape {
+                    bytes: u64::MAX,
+                    part: u32::MAX,
+                    parts: u32::MAX,
+                },
+            }),
+            verbs: true,
+        });
+        let text = serde_json::to_string(&welcome).expect("a message is JSON");
+        assert!(text.len() <= MAX_SERVER_FRAME_BYTES, "{}", text.len());
     }
 
     #[test]
