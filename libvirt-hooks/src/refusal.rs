@@ -9,13 +9,15 @@ use std::path::{Path, PathBuf};
 
 use outram_wire::compressed_share::ShareError;
 use outram_wire::granularity::GranularityError;
+use outram_wire::limits::{Standing, TooSmall};
 use outram_wire::lost_pages::LostPages;
 use outram_wire::tuning::Tuning;
-use outram_wire::units::VmId;
+use outram_wire::units::{PageSize, VmId};
 use xot::Node;
 
 use crate::domain_xml::{DomainXml, DomainXmlError};
-use crate::{metadata, page_size};
+use crate::metadata::{self, MemorySettings};
+use crate::page_size;
 
 /// One reason why Outram does not page a domain's RAM.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -35,6 +37,9 @@ pub enum Refusal {
     /// Huge pages are to be kept compressed.
     #[error(transparent)]
     Compressed(ShareError),
+    /// Less is to be local than a guest can do with.
+    #[error("{0}: use a larger --local or --local-ratio")]
+    Limit(TooSmall),
     /// Another architecture.
     #[error("the guest's architecture is '{0}': Outram supports x86_64 guests")]
     Architecture(String),
@@ -286,6 +291,10 @@ fn check_memory_backing(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
         Ok(size) => {
             // Settings that are not understood are told of by who reads them.
             let settings = metadata::read(domain).ok().flatten();
+            let refused = settings
+                .as_ref()
+                .map(|settings| check_limit(domain, settings, size));
+            refusals.extend(refused.and_then(Result::err));
             let tuning = settings.map_or_else(Tuning::default, |settings| settings.tuning);
             let granularity = tuning.granularity.unwrap_or_default().pages(size);
             refusals.extend(granularity.err().map(Refusal::Granularity));
@@ -294,6 +303,25 @@ fn check_memory_backing(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
         }
         Err(refusal) => refusals.push(refusal),
     }
+}
+
+/// Whether the domain can be kept to its limit, by the RAM that it has at start.
+pub fn check_limit(
+    domain: &DomainXml,
+    settings: &MemorySettings,
+    page_size: PageSize,
+) -> Result<(), Refusal> {
+    // Without a size it is libvirt that refuses the domain.
+    let Ok(ram_bytes) = domain.ram_bytes() else {
+        return Ok(());
+    };
+    let standing = Standing {
+        limit: settings.limit,
+        ram_bytes,
+        page_size,
+        compressed: settings.tuning.compressed_share.unwrap_or_default(),
+    };
+    standing.check().map_err(Refusal::Limit)
 }
 
 fn cells(domain: &DomainXml) -> Vec<Node> {

@@ -11,8 +11,9 @@ use super::report::{Guest, find_guest};
 use super::{LimitArguments, TuningArguments};
 use crate::domain_xml::DomainXml;
 use crate::host::Paths;
-use crate::libvirt::{Libvirt, LibvirtDomain};
+use crate::libvirt::Libvirt;
 use crate::metadata::{self, MemorySettings};
+use crate::{page_size, refusal};
 
 /// The arguments of `outram tune`.
 #[derive(Debug, Args)]
@@ -85,12 +86,23 @@ impl TuneArguments {
 
     fn persist(&self, guest: &Guest, uri: Option<&str>) -> Result<()> {
         let domain = Libvirt::connect(uri)?.domain(&guest.vm.to_string())?;
-        let settings = settings_of(&domain)?;
+        let xml = DomainXml::parse(&domain.definition()?)?;
+        let Some(settings) = metadata::read(&xml)? else {
+            bail!(
+                "domain '{}' does not use Outram: run 'outram attach' on it first",
+                domain.name()?
+            );
+        };
         let settings = MemorySettings {
             limit: self.limit.limit().unwrap_or(settings.limit),
             tuning: self.tuning.tuning().or(settings.tuning),
             ..settings
         };
+        if self.limit.limit().is_some()
+            && let Ok(size) = page_size::find(&xml)
+        {
+            refusal::check_limit(&xml, &settings, size)?;
+        }
         domain.set_settings(&metadata::to_plain_text(&settings)?, domain.is_active()?)?;
         Ok(())
     }
@@ -100,15 +112,4 @@ fn domain_runs(guest: &Guest, uri: Option<&str>) -> Result<bool> {
     Ok(Libvirt::connect(uri)?
         .domain(&guest.vm.to_string())?
         .is_active()?)
-}
-
-fn settings_of(domain: &LibvirtDomain) -> Result<MemorySettings> {
-    let xml = DomainXml::parse(&domain.definition()?)?;
-    match metadata::read(&xml)? {
-        Some(settings) => Ok(settings),
-        None => bail!(
-            "domain '{}' does not use Outram: run 'outram attach' on it first",
-            domain.name()?
-        ),
-    }
 }

@@ -217,3 +217,18 @@ fn ordinary_devices_are_not_refused() {
     let text = attached().replacen("<memballoon", &format!("{fine}<memballoon"), 1);
     assert_eq!(refusals(&text), []);
 }
+
+#[test]
+fn a_limit_below_what_a_guest_can_do_with_is_refused() {
+    let with = |limit: &str| attached().replacen("local=\"1GiB\"", limit, 1);
+    assert!(with("").ne(&attached()), "the limit must be in the domain");
+    assert_eq!(refusals(&with("local=\"16MiB\"")), []);
+    for limit in ["local=\"15MiB\"", "local-ratio=\"0.001\""] {
+        let found = refusals(&with(limit));
+        let [refusal @ Refusal::Limit(_)] = &found[..] else {
+            panic!("{limit}: {found:?}");
+        };
+        let text = refusal.to_string();
+        assert!(text.contains("at least 16 MiB"), "{text}");
+    }
+}
