@@ -111,7 +111,7 @@ impl DoctorArguments {
         let (settings, check) = host_checks::settings(paths);
         checks.push(check);
         checks.extend(rdma_checks::rdma(&settings.rdma, paths));
-        checks.push(host_checks::certificates(&settings));
+        checks.push(host_checks::certificates(&settings, paths.systemd));
         match Libvirt::connect(uri) {
             Ok(libvirt) => {
                 checks.extend(versions(&libvirt));

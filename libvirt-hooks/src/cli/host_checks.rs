@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use outram_wire::host_settings::HostSettings;
@@ -20,6 +20,7 @@ use crate::shmem_thp;
 use crate::uffd_probe;
 use outram_wire::causes::with_causes;
 use outram_wire::server::{ServerAddress, ServerStats};
+use outram_wire::tls::TlsFiles;
 use outram_wire::units::format_size;
 
 /// The oldest kernel with all that the hand-over needs.
@@ -300,9 +301,29 @@ pub(super) fn settings(paths: &Paths) -> (HostSettings, Check) {
 const RENEW: &str = "issue it anew ('outram pki issue' in the CA's directory) and put it in its place: \
      it is taken without a restart";
 
+/// Folders of which a backend that is a service of systemd sees nothing: `ProtectHome=` and `PrivateTmp=` in
+/// `outram-backend@.service`, see systemd.exec(5).
+const HIDDEN_FROM_SERVICES: [&str; 5] = ["/home", "/root", "/run/user", "/tmp", "/var/tmp"];
+
+/// The first of these files that a service does not see, or is a link to such a one.
+fn hidden_from_services(files: &TlsFiles) -> Option<&Path> {
+    let is_hidden = |path: &&PathBuf| {
+        let place = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let mut folders = HIDDEN_FROM_SERVICES.iter();
+        folders.any(|folder| place.starts_with(folder))
+    };
+    let mut files = [&files.ca, &files.cert, &files.key].into_iter();
+    files.find(is_hidden).map(PathBuf::as_path)
+}
+
 /// This host's identity: readable, of the CA, and not expired.
-pub(super) fn certificates(settings: &HostSettings) -> Check {
+pub(super) fn certificates(settings: &HostSettings, systemd: bool) -> Check {
     let files = settings.tls_files();
+    if systemd && let Some(hidden) = hidden_from_services(&files) {
+        let found = format!("{} is not seen by services of systemd", hidden.display());
+        let cure = "move the files to /etc/outram/pki, and name them there in backend.toml";
+        return Check::fail("certificates", found, cure);
+    }
     match Identity::<ClientConfig>::load(files.clone()) {
         Ok(identity) => {
             let status = identity.status();
@@ -391,5 +412,26 @@ fn room(free_bytes: u64, wanted: u64) -> Check {
             "another server, a larger --local-ratio, or more --memory there",
         ),
         false => Check::pass(ROOM, found),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_services_do_not_see_are_told_of() {
+        let usual = HostSettings::default();
+        assert_eq!(hidden_from_services(&usual.tls_files()), None);
+        let key = PathBuf::from("/root/pki/client.key");
+        let settings = HostSettings {
+            tls_key: Some(key.clone()),
+            ..usual
+        };
+        assert_eq!(hidden_from_services(&settings.tls_files()), Some(&*key));
+        let check = certificates(&settings, true);
+        assert_eq!(check.verdict, Verdict::Fail, "{check}");
+        assert!(check.found.contains("/root/pki/client.key"), "{check}");
+        assert!(!certificates(&settings, false).found.contains("services"));
     }
 }

@@ -65,7 +65,8 @@ impl Lab {
         run("mount", &["-t", "tmpfs", "-o", "mode=755", "tmpfs", ROOT])?;
         let own = host.to_string();
         for folder in ["pki", "other-pki"] {
-            certificates(&Path::new(ROOT).join(folder), &["127.0.0.1", &own])?;
+            let names = ["127.0.0.1", "localhost", &own];
+            certificates(&Path::new(ROOT).join(folder), &names)?;
         }
         // No settings of this machine's are to matter.
         fs::write(Path::new(ROOT).join("backend.toml"), "")?;

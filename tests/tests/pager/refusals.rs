@@ -12,6 +12,7 @@ use crate::fixture::{Lab, demand_unmounted};
 pub(crate) const TESTS: &[crate::Test] = &[
     ("no_server_or_none_in_reach_is_refused", out_of_reach),
     ("a_full_server_is_refused", full),
+    ("one_server_under_two_names_is_refused", twice),
     ("certificates_of_strangers_are_refused", strangers),
     ("what_is_asked_wrongly_is_refused", wrong),
 ];
@@ -88,6 +89,30 @@ fn full(lab: &Lab) -> Result<()> {
         &[&address],
     )?;
     ensure!(server.slabs_leased()? == 0, "it keeps what it was refused");
+    Ok(())
+}
+
+fn twice(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let (address, other) = (
+        &server.address,
+        server.address.replace("127.0.0.1", "localhost"),
+    );
+    ensure!(*address != other, "it has one name: {address}");
+    let both = [
+        "--local-ratio",
+        "0.5",
+        "--server",
+        address,
+        "--server",
+        &other,
+    ];
+    demand(lab, &both, &[address, &other, "the same memory server"])?;
+    let metrics = server.metrics()?;
+    ensure!(
+        !metrics.contains("outram_memserver_client_reserved_bytes{"),
+        "a session stays behind: {metrics}"
+    );
     Ok(())
 }
 
