@@ -12,6 +12,11 @@ use anyhow::{Context, Result, bail};
 use outram_wire::server::data::{
     self, EXTENT_BYTES, Extent, HELLO_BYTES, MAGIC, Op, REPLY_BYTES, REQUEST_BYTES, WELCOME_BYTES,
 };
+use outram_wire::units::PageSize;
+
+/// Bytes of a page, and of a huge one.
+const PAGE_BYTES: u32 = PageSize::BASE.bytes() as u32;
+const HUGE_BYTES: u32 = PageSize::HUGE.bytes() as u32;
 
 /// By how much a reply is delayed: far longer than one takes.
 const DELAY: Duration = Duration::from_millis(300);
@@ -280,11 +285,27 @@ fn carry_request(
     Ok(to.write_all(&payload)?)
 }
 
+/// The parts of what is written that are read by themselves: pages of 4 KiB that lie side by side are written as
+/// one, and huge ones are not.
+fn read_alone(written: Extent) -> impl Iterator<Item = Extent> {
+    let are_pages = written.length < HUGE_BYTES && written.length.is_multiple_of(PAGE_BYTES);
+    let length = if are_pages {
+        PAGE_BYTES
+    } else {
+        written.length
+    };
+    (0..written.length / length).map(move |part| Extent {
+        offset: written.offset + part * length,
+        length,
+        ..written
+    })
+}
+
 fn record(shared: &Shared, extents: &[Extent], mut payload: &[u8]) {
     let mut written = lock(&shared.written);
-    for extent in extents {
+    for extent in extents.iter().flat_map(|extent| read_alone(*extent)) {
         let (bytes, rest) = payload.split_at(extent.length as usize);
-        let versions = written.entry(*extent).or_default();
+        let versions = written.entry(extent).or_default();
         versions.push(bytes.to_vec());
         // The latest, and what it replaced.
         if versions.len() > 2 {
