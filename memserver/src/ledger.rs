@@ -198,12 +198,10 @@ impl Ledger {
                 free_bytes: free_bytes.saturating_add(account.reserved_bytes),
             });
         }
-        if more > 0 && wanted / slab_bytes > MAX_SLABS {
-            return Err(Refusal::TooMany {
-                what: "slabs of one guest or disk (larger ones, by --slab-size, let it lend more)"
-                    .to_owned(),
-                limit: MAX_SLABS,
-            });
+        // Of a disk, which is thin, what is leased alone counts.
+        let is_guest = !account.session.holder.is_disk();
+        if is_guest && more > 0 && wanted / slab_bytes > MAX_SLABS {
+            return Err(too_many_slabs());
         }
         account.reserved_bytes = wanted;
         Ok(wanted)
@@ -221,6 +219,9 @@ impl Ledger {
             return Err(Refusal::ReservationExhausted {
                 reserved_bytes: account.reserved_bytes,
             });
+        }
+        if leased / slab_bytes >= MAX_SLABS {
+            return Err(too_many_slabs());
         }
         // What may be lent can have been lowered since the reservation.
         let lent = self.lent_bytes.load(Ordering::Acquire);
@@ -555,6 +556,14 @@ impl Account {
             reserved_bytes: self.reserved_bytes,
             data_connections: self.session.data_connections() as u64,
         })
+    }
+}
+
+/// More could not be listed to a client that comes back.
+fn too_many_slabs() -> Refusal {
+    Refusal::TooMany {
+        what: "slabs for one guest or disk (larger ones, by --slab-size, hold more)".to_owned(),
+        limit: MAX_SLABS,
     }
 }
 

@@ -57,8 +57,8 @@ pub struct SetupArguments {
     dry_run: bool,
     /// Also allow userfaultfd(2) to every user of this host
     ///
-    /// Sets vm.unprivileged_userfaultfd=1 and 'allow-sysctl' in the settings. Needed only where
-    /// 'outram doctor' says that no other way works.
+    /// Sets vm.unprivileged_userfaultfd=1 and 'allow-sysctl' in the settings. Needed only where a
+    /// guest's start was refused because no other way works.
     #[arg(long)]
     allow_sysctl: bool,
     /// Undo what setup did: libvirt starts no backends any more

@@ -11,7 +11,7 @@ use super::report::{Guest, find_guest};
 use super::{LimitArguments, TuningArguments};
 use crate::domain_xml::DomainXml;
 use crate::host::Paths;
-use crate::libvirt::Libvirt;
+use crate::libvirt::{Libvirt, LibvirtDomain};
 use crate::metadata::{self, MemorySettings};
 use crate::{page_size, refusal};
 
@@ -35,6 +35,8 @@ impl TuneArguments {
     /// Sets what is asked for.
     pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
         let guest = find_guest(&self.domain, uri, paths)?;
+        // What cannot be is refused before anything changes.
+        let later = self.persist.then(|| self.later(&guest, uri)).transpose()?;
         let running = guest.control.status();
         match &running {
             Ok(status) => self.tune(&guest, status)?,
@@ -49,8 +51,8 @@ impl TuneArguments {
                 guest.name
             ),
         }
-        if self.persist {
-            self.persist(&guest, uri)?;
+        if let Some((domain, settings)) = later {
+            domain.set_settings(&metadata::to_plain_text(&settings)?, domain.is_active()?)?;
             println!("Later starts of '{}' will use it too.", guest.name);
         }
         Ok(true)
@@ -84,7 +86,8 @@ impl TuneArguments {
         Ok(())
     }
 
-    fn persist(&self, guest: &Guest, uri: Option<&str>) -> Result<()> {
+    /// The domain, and its settings from its next start on.
+    fn later(&self, guest: &Guest, uri: Option<&str>) -> Result<(LibvirtDomain, MemorySettings)> {
         let domain = Libvirt::connect(uri)?.domain(&guest.vm.to_string())?;
         let xml = DomainXml::parse(&domain.definition()?)?;
         let Some(settings) = metadata::read(&xml)? else {
@@ -103,8 +106,7 @@ impl TuneArguments {
         {
             refusal::check_limit(&xml, &settings, size)?;
         }
-        domain.set_settings(&metadata::to_plain_text(&settings)?, domain.is_active()?)?;
-        Ok(())
+        Ok((domain, settings))
     }
 }
 

@@ -358,20 +358,22 @@ fn refused(lab: &Lab) -> Result<()> {
         let text = format!("{error:#}");
         ensure!(text.contains("has pages of"), "{text}");
     }
-    let small = lab.server()?;
-    let wish = Wish {
-        servers: &[&small.address],
-        limit: LEAST_HUGE,
-        ram_mib: &[RAM_MIB],
-        ..wish(Some(false))
-    };
-    let error = Guest::start(lab, &wish).err().context("was not refused")?;
-    let text = format!("{error:#}");
-    ensure!(
-        text.contains("are no multiple of the guest's pages of 2 MiB"),
-        "{text}"
-    );
-    ensure!(small.slabs_leased()? == 0, "it keeps what it was refused");
+    for slab_bytes in [1 << 20, 3 << 20] {
+        let server = lab.server_of(slab_bytes, &["--memory", "1GiB"])?;
+        let wish = Wish {
+            servers: &[&server.address],
+            limit: LEAST_HUGE,
+            ram_mib: &[RAM_MIB],
+            ..wish(Some(false))
+        };
+        let error = Guest::start(lab, &wish).err().context("was not refused")?;
+        let text = format!("{error:#}");
+        ensure!(
+            text.contains("are no multiple of the guest's pages of 2 MiB"),
+            "{text}"
+        );
+        ensure!(server.slabs_leased()? == 0, "it keeps what it was refused");
+    }
     Ok(())
 }
 

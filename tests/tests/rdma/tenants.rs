@@ -341,7 +341,7 @@ fn crowd(lab: &Lab) -> Result<()> {
     match tenant.client.ask(Request::QueuePair { end }) {
         Reply::Refused(refusal @ Refusal::TooMany { .. }) => {
             let words = refusal.to_string();
-            let wanted = format!("already serves {MOST} data connections, its limit");
+            let wanted = format!("limit is reached: {MOST} data connections");
             ensure!(words.contains(&wanted), "{words}");
         }
         other => bail!("{other:?} instead of a refusal"),

@@ -10,7 +10,6 @@ use outram_wire::causes::with_causes;
 use outram_wire::server::SlabId;
 use outram_wire::units::format_size;
 
-use super::are_filled_by;
 use super::inbox::Inbox;
 use super::limits::BudgetRule;
 use super::promises::Promises;
@@ -173,13 +172,12 @@ impl Housekeeping {
             self.sessions[server].status().slab_bytes,
             self.shared.page_size,
         );
-        if !are_filled_by(bytes, size) {
-            // It was started anew with other slabs.
-            let slab = format_size(bytes);
-            let reason = format!("its slabs of {slab} are no multiple of the pages of {size}");
+        let pages = (bytes / size.bytes()) as u32;
+        if pages == 0 {
+            // It was started anew with smaller slabs.
+            let reason = format!("its slabs of {} hold no page of {size}", format_size(bytes));
             return self.give_back(server, id, reason);
         }
-        let pages = (bytes / size.bytes()) as u32;
         if self.shared.slots.next_group() >= MOST_GROUPS {
             let reason = "this guest has had as many slabs as can be numbered: start it anew";
             return self.give_back(server, id, reason.to_owned());

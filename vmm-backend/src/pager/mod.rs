@@ -238,6 +238,7 @@ fn state_sizes(config: &PagerConfig) -> Result<FileSizes, PagerError> {
     let staging = most_staging_pages(most_ram, config.page_size);
     Ok(FileSizes {
         pages,
+        page_size: config.page_size,
         staging_bytes: u64::from(staging) * config.page_size.bytes(),
         disk_table_bytes: config.disk_table_bytes,
     })
@@ -570,7 +571,7 @@ fn workers_of(config: &PagerConfig) -> Workers {
 /// Refuses servers whose slabs are not filled by pages of this size.
 fn check_slabs(sessions: &[Session], size: PageSize) -> Result<(), PagerError> {
     for status in sessions.iter().map(Session::status) {
-        if !are_filled_by(status.slab_bytes, size) {
+        if status.slab_bytes == 0 || !status.slab_bytes.is_multiple_of(size.bytes()) {
             close_sessions(sessions);
             return Err(PagerError::UnfitSlabs {
                 address: status.address.to_string(),
@@ -580,11 +581,6 @@ fn check_slabs(sessions: &[Session], size: PageSize) -> Result<(), PagerError> {
         }
     }
     Ok(())
-}
-
-/// Whether slabs hold a whole number of pages of this size, and at least one.
-fn are_filled_by(slab_bytes: u64, size: PageSize) -> bool {
-    slab_bytes > 0 && slab_bytes.is_multiple_of(size.bytes())
 }
 
 /// Refuses RAM whose pages have another size than was told: all that is sized by it would be wrong.

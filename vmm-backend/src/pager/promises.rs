@@ -287,6 +287,10 @@ fn room_in(slab_bytes: u64, refused: RemoteError, is_only: bool) -> Result<u64, 
             refusal: Refusal::ServerFull { free_bytes, .. },
             ..
         } if !is_only => Ok(free_bytes - free_bytes.checked_rem(slab_bytes).unwrap_or(0)),
+        RemoteError::Refused {
+            refusal: Refusal::TooMany { limit, .. },
+            ..
+        } if !is_only => Ok(limit.saturating_mul(slab_bytes)),
         error => Err(error),
     }
 }

@@ -335,6 +335,7 @@ impl ShardThread {
                     .on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
             }
             self.shard.pump();
+            self.shard.ports().send_to_write();
             self.retry_between_discards();
             self.shard.ports().demand.send_ahead();
             self.let_regions_go();

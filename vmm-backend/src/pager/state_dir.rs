@@ -43,9 +43,11 @@ const TMPFS_SLACK_BYTES: u64 = 1 << 20;
 /// Name of the file of the disk's table.
 pub(crate) const DISK_TABLE: &str = "disk-table";
 
-/// What the list of groups takes at most, of each page of the table: some 80 bytes a slab in its old
-/// and its new form together, and slabs of the smallest size, 64 KiB.
-const GROUP_BYTES_A_PAGE: u64 = 8;
+/// What the list of groups takes at most of each slab, in its old and its new form together.
+const GROUP_BYTES: u64 = 128;
+
+/// The smallest slabs, as a memory server is told their size.
+const SLAB_BYTES_LEAST: u64 = 64 << 10;
 
 /// A tmpfs, as statfs(2) says.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -97,6 +99,7 @@ pub enum StateError {
 pub(super) struct FileSizes {
     /// Pages of the page table.
     pub(super) pages: u32,
+    pub(super) page_size: PageSize,
     pub(super) staging_bytes: u64,
     pub(super) disk_table_bytes: u64,
 }
@@ -344,7 +347,8 @@ impl Drop for StateDir {
 
 /// What all files take together, in whole pages.
 fn tmpfs_bytes(sizes: FileSizes) -> u64 {
-    let groups = u64::from(sizes.pages) * GROUP_BYTES_A_PAGE;
+    let pages_a_slab = sizes.page_size.pages_in(SLAB_BYTES_LEAST, 1);
+    let groups = u64::from(sizes.pages).div_ceil(pages_a_slab) * GROUP_BYTES;
     let mapped = table_bytes(sizes.pages) + sizes.staging_bytes + sizes.disk_table_bytes;
     let bytes = mapped + groups + TMPFS_SLACK_BYTES;
     bytes.next_multiple_of(PageSize::BASE.bytes())

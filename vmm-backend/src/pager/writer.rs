@@ -613,6 +613,27 @@ mod tests {
     use crate::engine::{Generation, PageIndex};
 
     #[test]
+    fn neighbours_of_one_slab_are_one_extent() {
+        let extent = |slab, offset, length| Extent {
+            slab: SlabId(slab),
+            offset,
+            length,
+        };
+        let mut extents = Vec::new();
+        // In order, in order again, with a gap, backwards, in another slab.
+        for (slab, page) in [(1, 4), (1, 5), (1, 6), (1, 8), (1, 7), (2, 8)] {
+            add_extent(&mut extents, extent(slab, page * 4096, 4096));
+        }
+        let expected = [
+            extent(1, 4 * 4096, 3 * 4096),
+            extent(1, 8 * 4096, 4096),
+            extent(1, 7 * 4096, 4096),
+            extent(2, 8 * 4096, 4096),
+        ];
+        assert_eq!(extents, expected);
+    }
+
+    #[test]
     fn pages_taken_back_before_they_are_written_are_forgotten() {
         const SLOTS: u32 = 4;
         let staging = StagingPool::new(SLOTS);

@@ -311,7 +311,7 @@ pub enum Refusal {
         reason: String,
     },
     /// A bound on sessions or connections is reached.
-    #[error("the server already serves {limit} {what}, its limit")]
+    #[error("the server's limit is reached: {limit} {what}")]
     TooMany {
         /// What there are too many of.
         what: String,
