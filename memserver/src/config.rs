@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use outram_wire::server::control::MIN_SLAB_BYTES;
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::{PAGE_SIZE, UnitError, format_size, parse_size};
 use outram_wire::verbs::Choice;
@@ -14,8 +15,6 @@ use serde::Deserialize;
 /// Bytes of a slab unless told otherwise: few enough that a client's last one wastes little, many
 /// enough that a guest of a TiB has few of them.
 pub const DEFAULT_SLAB_BYTES: u64 = 64 << 20;
-/// Smallest slab: leases of less are not worth their bookkeeping.
-pub const MIN_SLAB_BYTES: u64 = 64 << 10;
 /// Largest slab: offsets within it have 32 bits on the wire.
 pub const MAX_SLAB_BYTES: u64 = 2 << 30;
 /// Time after a client's last word at which its lease ends, unless told otherwise: far longer than

@@ -30,6 +30,6 @@ mod verbs;
 pub use arguments::Arguments;
 pub use config::{
     Config, ConfigError, DEFAULT_LEASE_TIMEOUT, DEFAULT_SLAB_BYTES, Flags, MAX_SLAB_BYTES,
-    MIN_LEASE_TIMEOUT, MIN_SLAB_BYTES, Size, Span, SpanError,
+    MIN_LEASE_TIMEOUT, Size, Span, SpanError,
 };
 pub use server::{Server, ServerError};

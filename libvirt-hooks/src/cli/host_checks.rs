@@ -301,6 +301,9 @@ pub(super) fn settings(paths: &Paths) -> (HostSettings, Check) {
 const RENEW: &str = "issue it anew ('outram pki issue' in the CA's directory) and put it in its place: \
      it is taken without a restart";
 
+const MOVE: &str = "move the files to /etc/outram/pki, and name them there in backend.toml, unless a drop-in of \
+     outram-backend@.service shows that folder to it";
+
 /// Folders of which a backend that is a service of systemd sees nothing: `ProtectHome=` and `PrivateTmp=` in
 /// `outram-backend@.service`, see systemd.exec(5).
 const HIDDEN_FROM_SERVICES: [&str; 5] = ["/home", "/root", "/run/user", "/tmp", "/var/tmp"];
@@ -328,20 +331,20 @@ fn hidden_from_services(files: &TlsFiles) -> Option<&Path> {
 /// This host's identity: readable, of the CA, and not expired.
 pub(super) fn certificates(settings: &HostSettings, systemd: bool) -> Check {
     let files = settings.tls_files();
-    if systemd && let Some(hidden) = hidden_from_services(&files) {
-        let found = format!("{} is not seen by services of systemd", hidden.display());
-        let cure = "move the files to /etc/outram/pki, and name them there in backend.toml, unless a drop-in of \
-            outram-backend@.service shows that folder to it";
-        return Check::warn("certificates", found, cure);
-    }
     match Identity::<ClientConfig>::load(files.clone()) {
         Ok(identity) => {
             let status = identity.status();
             let expires = status.expires_unix_s.map(expiry_in_words);
             let words = format!("{} {}", files.cert.display(), expires.unwrap_or_default());
-            match status.expires_soon() {
-                true => Check::warn("certificates", words, RENEW),
-                false => Check::pass("certificates", words),
+            let hidden = hidden_from_services(&files).filter(|_| systemd);
+            match (status.expires_soon(), hidden) {
+                (true, _) => Check::warn("certificates", words, RENEW),
+                (false, Some(hidden)) => Check::warn(
+                    "certificates",
+                    format!("{} is not seen by services of systemd", hidden.display()),
+                    MOVE,
+                ),
+                (false, None) => Check::pass("certificates", words),
             }
         }
         Err(error) => Check::fail(
@@ -427,6 +430,8 @@ fn room(free_bytes: u64, wanted: u64) -> Check {
 
 #[cfg(test)]
 mod tests {
+    use outram_wire::pki::{self, Kind, Order};
+
     use super::*;
 
     #[test]
@@ -436,12 +441,37 @@ mod tests {
         let key = PathBuf::from("/root/pki/client.key");
         let settings = HostSettings {
             tls_key: Some(key.clone()),
-            ..usual
+            ..usual.clone()
         };
         assert_eq!(hidden_from_services(&settings.tls_files()), Some(&*key));
+        let hidden = tempfile::tempdir_in("/tmp").expect("a directory");
+        let file = |name: &str| Some(hidden.path().join(name));
+        let settings = HostSettings {
+            tls_ca: file("ca.pem"),
+            tls_cert: file("client.pem"),
+            tls_key: file("client.key"),
+            ..usual
+        };
+        let files = settings.tls_files();
+        assert_eq!(hidden_from_services(&files), Some(&*files.ca));
+        let broken = certificates(&settings, true);
+        assert_eq!(broken.verdict, Verdict::Fail, "{broken}");
+        pki::init(hidden.path()).expect("a CA");
+        let order = Order {
+            kind: Kind::Client,
+            name: "client",
+            addresses: &[],
+            days: 800,
+        };
+        pki::issue(hidden.path(), &order).expect("a certificate");
         let check = certificates(&settings, true);
         assert_eq!(check.verdict, Verdict::Warn, "{check}");
-        assert!(check.found.contains("/root/pki/client.key"), "{check}");
-        assert!(!certificates(&settings, false).found.contains("services"));
+        let ca = files.ca.display().to_string();
+        assert!(
+            check.found.contains(&ca) && check.found.contains("services"),
+            "{check}"
+        );
+        let check = certificates(&settings, false);
+        assert_eq!(check.verdict, Verdict::Pass, "{check}");
     }
 }

@@ -349,6 +349,8 @@ mod tests {
     use outram_memserver::Server;
     use proptest::prelude::*;
 
+    use outram_wire::server::control::MAX_SLABS;
+
     use super::*;
     use crate::remote::test_server::{PATIENCE, Pki, SLAB, anywhere, config, serve};
 
@@ -552,6 +554,20 @@ mod tests {
         }
         promises.look();
         assert_eq!(set_aside().collect::<Vec<u64>>(), [2, 6]);
+    }
+
+    #[test]
+    fn one_that_lends_no_more_slabs_has_so_much_room() {
+        let world = World::with(&[2 * MAX_SLABS, 3]);
+        raise(&world.sessions, MAX_SLABS / 2 * SLAB).expect("there is room");
+        assert_eq!(world.set_aside(), [MAX_SLABS - 3, 3]);
+        let refused = raise(&world.sessions, (MAX_SLABS / 2 + 2) * SLAB).expect_err("one more");
+        let RemoteError::PromisedTooLittle { promised, .. } = &refused else {
+            panic!("{refused}");
+        };
+        let promised: Vec<u64> = promised.iter().map(|(_, bytes)| bytes / SLAB).collect();
+        assert_eq!(promised, [MAX_SLABS, 3]);
+        world.comes_to_set_aside(&[MAX_SLABS - 3, 3]);
     }
 
     #[test]

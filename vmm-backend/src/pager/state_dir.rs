@@ -16,6 +16,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard};
 
+use outram_wire::server::control::MIN_SLAB_BYTES;
 use outram_wire::units::VmId;
 use rustix::fs::{FallocateFlags, FlockOperation};
 use rustix::io::Errno;
@@ -45,9 +46,6 @@ pub(crate) const DISK_TABLE: &str = "disk-table";
 
 /// What the list of groups takes at most of each slab, in its old and its new form together.
 const GROUP_BYTES: u64 = 128;
-
-/// The smallest slabs, as a memory server is told their size.
-const SLAB_BYTES_LEAST: u64 = 64 << 10;
 
 /// A tmpfs, as statfs(2) says.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -347,7 +345,7 @@ impl Drop for StateDir {
 
 /// What all files take together, in whole pages.
 fn tmpfs_bytes(sizes: FileSizes) -> u64 {
-    let pages_a_slab = sizes.page_size.pages_in(SLAB_BYTES_LEAST, 1);
+    let pages_a_slab = sizes.page_size.pages_in(MIN_SLAB_BYTES, 1);
     let groups = u64::from(sizes.pages).div_ceil(pages_a_slab) * GROUP_BYTES;
     let mapped = table_bytes(sizes.pages) + sizes.staging_bytes + sizes.disk_table_bytes;
     let bytes = mapped + groups + TMPFS_SLACK_BYTES;

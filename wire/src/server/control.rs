@@ -28,6 +28,9 @@ pub const MAX_CLIENT_FRAME_BYTES: usize = 4 * 1024;
 /// Longest frame a client accepts, in bytes: room for a [`Welcome`] that lists [`MAX_SLABS`].
 pub const MAX_SERVER_FRAME_BYTES: usize = 1024 * 1024;
 
+/// Smallest slab that a server lends, in bytes: leases of less are not worth their bookkeeping.
+pub const MIN_SLAB_BYTES: u64 = 64 << 10;
+
 /// Most slabs that a server lends to one guest or disk (2.4 TiB of the default size).
 pub const MAX_SLABS: u64 = 40_000;
 
