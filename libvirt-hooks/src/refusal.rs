@@ -11,7 +11,6 @@ use outram_wire::compressed_share::ShareError;
 use outram_wire::granularity::GranularityError;
 use outram_wire::limits::{Standing, TooSmall};
 use outram_wire::lost_pages::LostPages;
-use outram_wire::tuning::Tuning;
 use outram_wire::units::{PageSize, VmId};
 use xot::Node;
 
@@ -287,26 +286,35 @@ fn check_memory_backing(domain: &DomainXml, refusals: &mut Vec<Refusal>) {
     if backing("locked").is_some() {
         refusals.push(Refusal::Locked);
     }
-    match page_size::find(domain) {
-        Ok(size) => {
-            // Settings that are not understood are told of by who reads them.
-            let settings = metadata::read(domain).ok().flatten();
-            let refused = settings
-                .as_ref()
-                .map(|settings| check_limit(domain, settings, size));
-            refusals.extend(refused.and_then(Result::err));
-            let tuning = settings.map_or_else(Tuning::default, |settings| settings.tuning);
-            let granularity = tuning.granularity.unwrap_or_default().pages(size);
-            refusals.extend(granularity.err().map(Refusal::Granularity));
-            let share = tuning.compressed_share.unwrap_or_default().check(size);
-            refusals.extend(share.err().map(Refusal::Compressed));
-        }
-        Err(refusal) => refusals.push(refusal),
+    if let Err(refusal) = page_size::find(domain) {
+        refusals.push(refusal);
     }
+    // Settings that are not understood are told of by who reads them.
+    let settings = metadata::read(domain).ok().flatten();
+    refusals.extend(settings.map_or_else(Vec::new, |settings| check_settings(domain, &settings)));
+}
+
+/// Everything about these settings that does not go with the domain's memory: its size at start and its pages.
+pub fn check_settings(domain: &DomainXml, settings: &MemorySettings) -> Vec<Refusal> {
+    // Pages that are refused have no size.
+    let Ok(size) = page_size::find(domain) else {
+        return Vec::new();
+    };
+    let tuning = &settings.tuning;
+    let granularity = tuning.granularity.unwrap_or_default().pages(size);
+    let share = tuning.compressed_share.unwrap_or_default().check(size);
+    [
+        check_limit(domain, settings, size).err(),
+        granularity.err().map(Refusal::Granularity),
+        share.err().map(Refusal::Compressed),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// Whether the domain can be kept to its limit, by the RAM that it has at start.
-pub fn check_limit(
+fn check_limit(
     domain: &DomainXml,
     settings: &MemorySettings,
     page_size: PageSize,

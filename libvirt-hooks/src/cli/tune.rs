@@ -13,7 +13,7 @@ use crate::domain_xml::DomainXml;
 use crate::host::Paths;
 use crate::libvirt::{Libvirt, LibvirtDomain};
 use crate::metadata::{self, MemorySettings};
-use crate::{page_size, refusal};
+use crate::refusal;
 
 /// The arguments of `outram tune`.
 #[derive(Debug, Args)]
@@ -96,15 +96,16 @@ impl TuneArguments {
                 domain.name()?
             );
         };
+        let before = refusal::check_settings(&xml, &settings);
         let settings = MemorySettings {
             limit: self.limit.limit().unwrap_or(settings.limit),
             tuning: self.tuning.tuning().or(settings.tuning),
             ..settings
         };
-        if self.limit.limit().is_some()
-            && let Ok(size) = page_size::find(&xml)
-        {
-            refusal::check_limit(&xml, &settings, size)?;
+        // What was wrong already is for the next start to tell.
+        let mut refusals = refusal::check_settings(&xml, &settings).into_iter();
+        if let Some(refusal) = refusals.find(|refusal| !before.contains(refusal)) {
+            bail!(refusal);
         }
         Ok((domain, settings))
     }

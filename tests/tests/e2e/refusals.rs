@@ -15,6 +15,7 @@ use crate::{Test, readme};
 pub(crate) const TESTS: &[Test] = &[
     ("attach_refuses_what_cannot_be_paged", domains),
     ("commands_refuse_bad_arguments", arguments),
+    ("settings_that_no_start_takes_are_not_persisted", persisted),
     ("start_refuses_with_our_reason", starts),
     ("shared_memory_thp_is_refused", thp),
     ("unrelated_domains_start_whatever_is_broken", unrelated),
@@ -222,6 +223,36 @@ fn arguments(lab: &Lab) -> Result<()> {
     for (arguments, words) in cases {
         demand_refusal(&lab.host.outram(arguments)?, words)?;
     }
+    Ok(())
+}
+
+/// What the next start would refuse is refused by the command that would write it down.
+fn persisted(lab: &Lab) -> Result<()> {
+    let server = lab.server("1GiB")?;
+    let mut spec = Spec::new("persisted", RAM_MIB);
+    // It is never started, so it takes no huge pages.
+    spec.extra_elements = backing("<hugepages><page size='2' unit='M'/></hugepages>");
+    let guest = lab.attach(spec, &["--local-ratio", "0.5"], &server.address)?;
+    let definition = || virsh_ok(&["dumpxml", "--inactive", guest.name()]);
+    let before = definition()?;
+    let tune = |setting| {
+        lab.host
+            .outram(&["tune", guest.name(), setting, "--persist"])
+    };
+    for (setting, words) in [
+        ("--granularity=64KiB", ["granularity", "2 MiB"]),
+        ("--compressed-share=0.2", ["compressed", "2 MiB"]),
+        ("--local=1MiB", ["limit", "--local-ratio"]),
+    ] {
+        demand_refusal(&tune(setting)?, &words)?;
+        ensure!(
+            before == definition()?,
+            "a refused '{setting}' must change nothing"
+        );
+    }
+    let told = tune("--local-ratio=0.4")?;
+    ensure!(told.success(), "what is no mistake: {}", told.said());
+    ensure!(before != definition()?, "the new limit was written down");
     Ok(())
 }
 
