@@ -158,7 +158,7 @@ impl<'a> Contest<'a> {
             });
             self.session.results.replays.extend(replays);
         }
-        let floor_us = self.session.fault_floor_us()?;
+        let floor_us = self.session.fault_floor()?.us(50.0);
         let name = replay::fault_floor(label);
         self.session.results.note(&name, "µs", floor_us);
         Ok(())

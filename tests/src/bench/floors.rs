@@ -69,6 +69,28 @@ fn handle(watch: &Watch, waiting: Waiting, cpus: &[usize], done: &AtomicBool) ->
     Ok(())
 }
 
+/// What a fault of a remote page takes at least: a userfault's round trip, and a page's over the wire.
+#[derive(Debug, Default)]
+pub struct FaultFloor {
+    /// Round trips of faults, whose handler sleeps.
+    pub uffd: Latencies,
+    /// Round trips of single pages.
+    pub wire: Latencies,
+}
+
+impl FaultFloor {
+    /// Adds what was measured at another moment.
+    pub fn add(&mut self, other: &Self) {
+        self.uffd.add(&other.uffd);
+        self.wire.add(&other.wire);
+    }
+
+    /// The sum of both at a percentile, in microseconds.
+    pub fn us(&self, percent: f64) -> f64 {
+        self.uffd.us(percent) + self.wire.us(percent)
+    }
+}
+
 /// In an order that no read-ahead would guess: each page once, by steps that have no divisor in common
 /// with their number.
 fn touch_all(region: &MmapRegion, count: usize, cpus: &[usize]) -> Result<Latencies> {

@@ -87,10 +87,10 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
 
     // With room for what comes, nothing has to leave meanwhile.
     guest.tune(mib << 20)?;
-    probe(session, &mut guest, round, "remote fault")?;
+    probe_by_floor(session, &mut guest, round, "remote fault")?;
     squeeze_and_settle(&guest)?;
     have_clean_ones_leave(session, &mut guest)?;
-    probe(session, &mut guest, round, "remote fault at the limit")?;
+    probe_by_floor(session, &mut guest, round, "remote fault at the limit")?;
     squeeze_and_settle(&guest)?;
     guest.tune(mib << 20)?;
     read_in_order(session, &mut guest, "remote pages read in order")?;
@@ -132,6 +132,28 @@ fn wait_for(guest: &Guest, wanted: impl Fn(&Status) -> bool) -> Result<()> {
 fn squeeze_and_settle(guest: &Guest) -> Result<Status> {
     guest.squeeze()?;
     guest.settle()
+}
+
+/// Name of the figure with a percentile of the floor that was measured right before and after these faults.
+pub fn floor_beside(fault: &str, percentile: &str) -> String {
+    format!("{fault}: uffd + wire {percentile}")
+}
+
+/// One fault at a time, between two looks at what is the least that it takes.
+fn probe_by_floor(
+    session: &mut Session,
+    guest: &mut Guest,
+    round: usize,
+    name: &str,
+) -> Result<()> {
+    let mut floor = session.fault_floor()?;
+    probe(session, guest, round, name)?;
+    floor.add(&session.fault_floor()?);
+    for (which, percent) in [("p50", 50.0), ("p99", 99.0)] {
+        let figure = floor_beside(name, which);
+        session.results.note(&figure, "µs", floor.us(percent));
+    }
+    Ok(())
 }
 
 /// One fault at a time, as the vCPU sees it.

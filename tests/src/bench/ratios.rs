@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::baseline::PARTLY_LOCAL;
 use super::batches::BATCHES;
 use super::contest::OUTRAM;
+use super::own::floor_beside;
 use super::replay::{self, By, Replay};
 use super::results::Results;
 use super::statistics::Spread;
@@ -123,22 +124,12 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
         }));
     };
     let of = |name: &str| results.rounds(name);
-    let sum = |one: &[f64], other: &[f64]| -> Vec<f64> {
-        one.iter()
-            .zip(other)
-            .map(|(one, other)| one + other)
-            .collect()
-    };
     for (which, title) in [("p50", "medians"), ("p99", "p99")] {
-        let floor = sum(
-            of(&format!("uffd round trip, sleeping {which}")),
-            of(&format!("wire round trip {which}")),
-        );
         for fault in ["remote fault", "remote fault at the limit"] {
             push(
                 &format!("{fault} ÷ (uffd + wire), {title}"),
                 of(&format!("{fault} {which}")),
-                &floor,
+                of(&floor_beside(fault, which)),
                 true,
             );
         }
@@ -233,14 +224,15 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_is_divided_by_the_floors_of_its_round() {
+    fn a_fault_is_divided_by_the_floor_of_its_moment() {
         let mut results = sample();
-        for (uffd, wire) in [(20.0, 30.0), (40.0, 60.0)] {
-            results.note("uffd round trip, sleeping p50", "µs", uffd);
-            results.note("wire round trip p50", "µs", wire);
-            results.note("uffd round trip, sleeping p99", "µs", uffd);
-            results.note("wire round trip p99", "µs", wire);
-            results.note("remote fault p99", "µs", 2.0 * (uffd + wire));
+        for floor in [50.0, 100.0] {
+            results.note(&floor_beside("remote fault", "p50"), "µs", floor);
+            results.note(&floor_beside("remote fault", "p99"), "µs", floor);
+            results.note("remote fault p99", "µs", 2.0 * floor);
+            // Of another moment.
+            results.note("uffd round trip, sleeping p50", "µs", 1.0);
+            results.note("wire round trip p50", "µs", 1.0);
         }
         let ratios = of(&results);
         // 200 / 50 and 250 / 100.

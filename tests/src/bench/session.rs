@@ -12,7 +12,7 @@ use outram_wire::units::PageSize;
 use super::batches;
 use super::contest::Contest;
 use super::far_wire::FarWire;
-use super::floors::{self, Waiting};
+use super::floors::{self, FaultFloor, Waiting};
 use super::layout::{self, Kind, Layout};
 use super::machine::Machine;
 use super::own;
@@ -94,7 +94,7 @@ pub fn demand_ratios(ratios: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// Faults from which a floor's median is taken: a tenth of a second's.
+/// Faults from which the floor of a moment is taken: a tenth of a second's.
 const FLOOR_FAULTS: usize = 2000;
 
 /// Default slabs of memory servers.
@@ -213,13 +213,14 @@ impl Session {
         all.add(latencies);
     }
 
-    /// Microseconds of a userfault and a page's round trip, by their medians just now.
-    pub fn fault_floor_us(&self) -> Result<f64> {
+    /// What a remote fault takes at least just now: the machine's speed changes from second to second.
+    pub fn fault_floor(&self) -> Result<FaultFloor> {
         let count = FLOOR_FAULTS.min(self.settings.faults);
-        let uffd = floors::faults(&self.layout, Waiting::Sleeping, count)?;
         let store = self.page_store(1)?;
-        let wire = floors::wire(&self.layout, &store, count)?;
-        Ok(uffd.us(50.0) + wire.round_trips.us(50.0))
+        Ok(FaultFloor {
+            uffd: floors::faults(&self.layout, Waiting::Sleeping, count)?,
+            wire: floors::wire(&self.layout, &store, count)?.round_trips,
+        })
     }
 
     fn measure_floors(&mut self) -> Result<()> {

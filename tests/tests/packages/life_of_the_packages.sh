@@ -25,6 +25,12 @@ trap 'fail "line $LINENO: $BASH_COMMAND"' ERR
 is() { # WHAT FOUND EXPECTED
   [ "$2" = "$3" ] || fail "$1 is '$2', expected '$3'"
 }
+told() { # COMMAND…: shows what it says, which is the reason where it fails
+  local status=0
+  "$@" >/tmp/told 2>&1 || status=$?
+  cat /tmp/told
+  [ "$status" = 0 ] || fail "line ${BASH_LINENO[0]}: $*: status $status: $(tail -4 /tmp/told | tr '\n' ' ')"
+}
 has() { # WHAT TEXT PART
   case $2 in *"$3"*) ;; *) fail "$1 lacks '$3': $2" ;; esac
 }
@@ -113,7 +119,7 @@ modprobe kvm_amd
 chmod 666 /dev/kvm
 virsh define /share/domain.xml
 uuid=$(virsh domuuid lab | tr -d '\n')
-outram attach lab --local-ratio 0.4 --server 127.0.0.1
+told outram attach lab --local-ratio 0.4 --server 127.0.0.1
 unit=outram-backend@$uuid.service
 
 step "programs elsewhere: AppArmor lets libvirt start the hook"
@@ -146,7 +152,7 @@ outram doctor >/tmp/doctor || true
 has "the doctor" "$(grep 'AppArmor' /tmp/doctor)" "pass  AppArmor"
 
 step "the guest starts"
-timeout 900 virsh start lab
+told timeout 900 virsh start lab
 qemu=$(cat /run/libvirt/qemu/lab.pid)
 has "QEMU's profile" "$(cat /proc/"$qemu"/attr/current)" "libvirt-$uuid (enforce)"
 is "QEMU's user" "$(stat -c %U /proc/"$qemu")" libvirt-qemu
@@ -212,7 +218,7 @@ stored=$(printf '%s\n' "$page" | sed -n 's/^outram_server_stored_bytes{.*} \([0-
 [ "${stored:-0}" -gt 0 ] || fail "no page is at the memory server"
 
 step "the guest ends, and all of it"
-timeout 300 virsh destroy lab
+told timeout 300 virsh destroy lab
 ended() { # its process is gone, and what the unit does after that is done
   [ "$(systemctl is-active "$unit" || true)" = inactive ] && [ ! -d "/proc/$backend" ]
 }
@@ -222,21 +228,21 @@ grep -a CHECKER /var/log/libvirt/qemu/lab-console.log
 # The last line may have been cut off by the guest's end.
 wrong=$(grep -a CHECKER /var/log/libvirt/qemu/lab-console.log | sed -e '${/mismatches=[1-9]/!d}' -e '/mismatches=0/d')
 is "what its checker found wrong" "$wrong" ""
-outram detach lab
+told outram detach lab
 
 step "a guest that started without AppArmor's rules is attached once they are there"
 mv $rules /tmp/rules
-timeout 900 virsh start lab
+told timeout 900 virsh start lab
 if timeout 900 outram attach lab --live --local-ratio 0.5 --server 127.0.0.1 2>/tmp/refused; then
   fail "it was attached without the rules"
 fi
 has "the refusal" "$(cat /tmp/refused)" "outram setup"
 /usr/bin/outram setup >/dev/null
-timeout 900 outram attach lab --live --local-ratio 0.5 --server 127.0.0.1
+told timeout 900 outram attach lab --live --local-ratio 0.5 --server 127.0.0.1
 has "QEMU's profile" "$(cat /proc/"$(cat /run/libvirt/qemu/lab.pid)"/attr/current)" "libvirt-$uuid (enforce)"
 within 180 serving
 backend=$(systemctl show -P MainPID "$unit")
-timeout 300 virsh destroy lab
+told timeout 300 virsh destroy lab
 within 300 ended
 if denials; then fail "AppArmor has denied something"; fi
 virsh undefine lab
