@@ -27,8 +27,9 @@ use crate::metadata::MemorySettings;
 use crate::process::{self, move_out_of_libvirts_cgroup};
 use crate::qemu_user::SocketUser;
 
-/// How long a backend may take until it is ready: it connects to every server in that time.
-pub const READY_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long a backend may take until it is ready. It connects to every server in that time, and bounds that itself;
+/// the rest is for a host that is busy beyond measure.
+pub const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long an earlier backend may take to end, giving its slabs back.
 const END_TIMEOUT: Duration = Duration::from_secs(10);

@@ -40,10 +40,10 @@ const UNPLUG_TIMEOUT: Duration = Duration::from_secs(120);
 const UNPLUG_PAUSE: Duration = Duration::from_secs(10);
 
 /// How long a backend may take to end once nothing depends on it.
-const END_TIMEOUT: Duration = Duration::from_secs(20);
+const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long a backend that has just been handed a guest's memory may be silent.
-const HANDED_OVER_TIMEOUT: Duration = Duration::from_secs(20);
+const HANDED_OVER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why a running domain is not attached or detached.
 #[derive(Debug, thiserror::Error)]

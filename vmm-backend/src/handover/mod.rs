@@ -338,7 +338,8 @@ impl fmt::Display for Way {
 pub struct Options {
     /// Whether `userfaultfd(2)` may be used where the host's sysctl opens it to every user.
     pub allow_sysctl: bool,
-    /// How long the whole hand-over may take. The VMM stands still for a small part of it.
+    /// How long the whole hand-over may take: a moment, but on a host that is busy beyond measure. The VMM stands
+    /// still for a small part of it.
     pub timeout: Duration,
     /// Ways that may be tried, in this order. For tests and for `doctor`; all by default.
     pub ways: Vec<Way>,
@@ -351,7 +352,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             allow_sysctl: false,
-            timeout: Duration::from_secs(10),
+            timeout: Duration::from_secs(30),
             ways: vec![Way::Device, Way::PassedDevice, Way::Syscall],
             injector: PathBuf::from("/proc/self/exe"),
         }
