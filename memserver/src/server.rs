@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use outram_wire::identity::Identity;
+use outram_wire::logging::Seldom;
 use outram_wire::scrape::Page;
 use outram_wire::server::channel::{EventFd, new_waker};
 use outram_wire::server::{InstanceId, ServerStats};
@@ -251,7 +252,10 @@ fn accept(hall: &Arc<Hall>, listener: &TcpListener, stop: &EventFd) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
                 // Out of descriptors, most likely: others have to end before it gets better.
-                tracing::warn!(%error, "a connection could not be accepted");
+                static REFUSED: Seldom = Seldom::new();
+                if REFUSED.is_due() {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                }
                 let pause = PollTimeout::from(100u8);
                 if !wait_or_stop(None, stop, pause) {
                     return;

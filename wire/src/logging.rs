@@ -2,6 +2,8 @@
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, stderr};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
@@ -16,6 +18,34 @@ pub fn start(program: &str) {
         .with(lines)
         .with(what_to_log(program, std::env::var_os("RUST_LOG")))
         .init();
+}
+
+/// How long what was told is not told again by [`Seldom`].
+const SILENCE: Duration = Duration::from_secs(10);
+
+/// Keeps what fails at every attempt, many times a second, from filling the log: one of these for each message.
+#[derive(Debug, Default)]
+pub struct Seldom(Mutex<Option<Instant>>);
+
+impl Seldom {
+    /// Nothing was told.
+    pub const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    /// Whether to tell of it: at once, and then not for ten seconds.
+    pub fn is_due(&self) -> bool {
+        self.is_due_at(Instant::now())
+    }
+
+    fn is_due_at(&self, now: Instant) -> bool {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_due = last.is_none_or(|last| now.saturating_duration_since(last) >= SILENCE);
+        if is_due {
+            *last = Some(now);
+        }
+        is_due
+    }
 }
 
 fn what_to_log(program: &str, wish: Option<OsString>) -> Targets {
@@ -36,6 +66,13 @@ fn what_to_log(program: &str, wish: Option<OsString>) -> Targets {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_fails_all_the_time_is_told_now_and_then() {
+        let (seldom, start) = (Seldom::new(), Instant::now());
+        let told = (0..25).filter(|&s| seldom.is_due_at(start + Duration::from_secs(s)));
+        assert_eq!(told.collect::<Vec<_>>(), [0, 10, 20]);
+    }
 
     #[test]
     fn what_is_logged_is_as_wished() {

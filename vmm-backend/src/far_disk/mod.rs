@@ -37,6 +37,7 @@ use std::time::Duration;
 use outram_wire::causes::with_causes;
 use outram_wire::control::{DiskState, DiskStatus};
 use outram_wire::disk::DiskKey;
+use outram_wire::logging::Seldom;
 use outram_wire::seal::Seal;
 use outram_wire::server::{DiskId, SlabId};
 use outram_wire::units::{VmId, format_size};
@@ -384,10 +385,11 @@ impl FarDisk {
             match opening::claim(&self.config, &self.identity, &self.table, interrupt) {
                 Ok(store) => self.settle(Access::Open(Arc::new(store))),
                 Err(error) if opening::may_pass(&error) => {
-                    tracing::warn!(
-                        "the far-memory disk is not open yet: {}",
-                        with_causes(&error)
-                    );
+                    static NOT_YET: Seldom = Seldom::new();
+                    if NOT_YET.is_due() {
+                        let why = with_causes(&error);
+                        tracing::warn!("the far-memory disk is not open yet: {why}");
+                    }
                     std::thread::sleep(RETRY);
                 }
                 Err(error) => {

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
+use outram_wire::logging::Seldom;
 use outram_wire::tuning::Workers;
 
 use super::guest_ram::GuestRam;
@@ -179,8 +180,7 @@ impl EvictionPorts for Hands<'_> {
                 Some(libc::EAGAIN | libc::EINTR) => std::thread::sleep(MAPPING_PAUSE),
                 Some(libc::ESRCH | libc::ENOENT) => return Err(EvictionError::Gone),
                 _ => {
-                    tracing::warn!(%error, "write-protecting a run failed");
-                    return Err(EvictionError::Refused);
+                    return Err(refused(&error, "write-protecting"));
                 }
             }
         }
@@ -189,10 +189,8 @@ impl EvictionPorts for Hands<'_> {
     fn read(&mut self, run: PageRun, tickets: &[Ticket]) -> Result<(), EvictionError> {
         let slots = tickets.iter().map(|ticket| ticket.slot);
         let read = |memfd: &File, offset| self.parts.staging.read_from(memfd, offset, slots);
-        self.parts.ram.read_at(run.first, read).map_err(|error| {
-            tracing::warn!(%error, "reading a run failed");
-            EvictionError::Refused
-        })
+        let read = self.parts.ram.read_at(run.first, read);
+        read.map_err(|error| refused(&error, "reading"))
     }
 
     fn staged(&self, ticket: Ticket) -> &[u8] {
@@ -204,10 +202,8 @@ impl EvictionPorts for Hands<'_> {
     }
 
     fn punch(&mut self, run: PageRun) -> Result<(), EvictionError> {
-        self.parts.ram.punch(run).map_err(|error| {
-            tracing::warn!(%error, "punching a run failed");
-            EvictionError::Refused
-        })
+        let punched = self.parts.ram.punch(run);
+        punched.map_err(|error| refused(&error, "punching"))
     }
 
     fn is_present(&mut self, page: PageIndex) -> bool {
@@ -222,4 +218,13 @@ impl EvictionPorts for Hands<'_> {
             tracing::debug!(%error, "waking a run failed");
         }
     }
+}
+
+/// The kernel would not do this: the run is handed out again.
+fn refused(error: &io::Error, what: &str) -> EvictionError {
+    static REFUSED: Seldom = Seldom::new();
+    if REFUSED.is_due() {
+        tracing::warn!(%error, "{what} a run failed");
+    }
+    EvictionError::Refused
 }

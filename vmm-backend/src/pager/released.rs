@@ -10,6 +10,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use crossbeam_channel::Sender;
+use outram_wire::logging::Seldom;
 
 use super::guest_ram::GuestRam;
 use super::inbox::Messages;
@@ -44,7 +45,10 @@ impl Released {
         loop {
             let descriptors = [self.uffd.as_fd(), self.messages.as_fd()];
             if let Err(error) = Watched::new(&descriptors, std::iter::empty()).wait(None) {
-                tracing::error!(%error, "a released shard cannot wait for events; it tries again");
+                static CANNOT_WAIT: Seldom = Seldom::new();
+                if CANNOT_WAIT.is_due() {
+                    tracing::error!(%error, "a released shard cannot wait for events; it tries again");
+                }
                 std::thread::sleep(std::time::Duration::from_millis(10));
             }
             self.read_events(events);

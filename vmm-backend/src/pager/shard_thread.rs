@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
+use outram_wire::logging::Seldom;
 use rustix::event::Timespec;
 
 use super::demand::DemandReads;
@@ -300,7 +301,10 @@ impl ShardThread {
             let ready = match self.wait() {
                 Ok(ready) => ready,
                 Err(error) => {
-                    tracing::error!(%error, "a shard cannot wait for events; it tries again");
+                    static CANNOT_WAIT: Seldom = Seldom::new();
+                    if CANNOT_WAIT.is_due() {
+                        tracing::error!(%error, "a shard cannot wait for events; it tries again");
+                    }
                     std::thread::sleep(Duration::from_millis(10));
                     continue;
                 }

@@ -8,9 +8,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
-use std::sync::Mutex;
-use std::time::{Duration, Instant};
 
+use outram_wire::logging::Seldom;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use userfaultfd::{EventBuffer, RegisterMode};
 
@@ -412,12 +411,10 @@ fn check(result: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Logs at most once a second: what is refused is tried again at once.
 fn report_refusal(error: &io::Error) {
-    static LAST: Mutex<Option<Instant>> = Mutex::new(None);
-    let Ok(mut last) = LAST.lock() else { return };
-    if last.is_none_or(|last| last.elapsed() >= Duration::from_secs(1)) {
-        *last = Some(Instant::now());
+    // What is refused is tried again at once.
+    static REFUSED: Seldom = Seldom::new();
+    if REFUSED.is_due() {
         tracing::error!(%error, "userfaultfd refuses to install a page: the guest waits for it");
     }
 }

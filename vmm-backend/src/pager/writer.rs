@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use outram_wire::logging::Seldom;
 use outram_wire::server::SlabId;
 use rustix::event::Timespec;
 
@@ -154,7 +155,10 @@ impl Writer {
     pub(super) fn work(mut self) {
         loop {
             let ready = self.wait().unwrap_or_else(|error| {
-                tracing::error!(%error, "the writer cannot wait for events; it tries again");
+                static CANNOT_WAIT: Seldom = Seldom::new();
+                if CANNOT_WAIT.is_due() {
+                    tracing::error!(%error, "the writer cannot wait for events; it tries again");
+                }
                 std::thread::sleep(Duration::from_millis(10));
                 Ready::default()
             });

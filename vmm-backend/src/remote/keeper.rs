@@ -440,11 +440,15 @@ impl Keeper {
                 Err(LinkEnd::Failed(self.dialer.data_error(source)))
             }
             Order::DataFailed(role, generation, error) if self.is_current(generation) => {
-                tracing::warn!(role, "{}", with_causes(&error));
+                let words = with_causes(&error);
+                // The same goes on for as long as it is tried again.
+                if self.shared.status().detail.as_ref() != Some(&words) {
+                    tracing::warn!(role, "{words}");
+                }
                 if link.verbs.is_some() {
                     return Err(self.lose_verbs(link.since, error));
                 }
-                self.show(|status| status.detail = Some(with_causes(&error)));
+                self.show(|status| status.detail = Some(words));
                 self.retry_role(role);
                 Ok(())
             }
