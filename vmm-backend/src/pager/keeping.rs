@@ -40,6 +40,9 @@ pub(super) struct Housekeeping {
     pub(super) promises: Arc<Promises>,
     /// Slabs in the slot pool, with their servers.
     pub(super) known_slabs: HashSet<SlabRef>,
+    /// Servers that are connected by what was heard: of one that came back, what it lost is heard first. Its
+    /// status shows it sooner, and until then pages that are in memory alone would pass for stored.
+    pub(super) up: Vec<bool>,
 }
 
 impl Housekeeping {
@@ -63,11 +66,14 @@ impl Housekeeping {
     }
 
     fn tick(&mut self) {
+        // What was said before is heard before.
+        let said = self.events.clone();
+        said.try_iter().for_each(|event| self.hear(event));
         for (server, session) in self.sessions.iter().enumerate() {
-            let status = session.status();
+            let is_connected = self.up[server] && session.status().connected;
             self.shared
                 .slots
-                .set_connected(server, status.connected && session.lease_valid());
+                .set_connected(server, is_connected && session.lease_valid());
         }
         self.promises.look();
         if self.give_staging_back() {
@@ -97,9 +103,8 @@ impl Housekeeping {
                 ..
             } => self.up(server, slab_bytes, &held),
             SessionEvent::DataConnection { server, role, conn } => {
-                self.shared
-                    .slots
-                    .set_connected(server, self.sessions[server].lease_valid());
+                let is_connected = self.up[server] && self.sessions[server].lease_valid();
+                self.shared.slots.set_connected(server, is_connected);
                 match self.shards.get(role) {
                     Some(shard) => shard.send(ShardEvent::Connection(server, conn)),
                     None => self.writer.send(WriterEvent::Connection(server, conn)),
@@ -108,6 +113,7 @@ impl Housekeeping {
             SessionEvent::Down { server, error } => {
                 // The session has told, where it is not as it was at the try before.
                 tracing::debug!(server, %error, "a memory server is out of reach");
+                self.up[server] = false;
                 self.shared.slots.set_connected(server, false);
             }
             SessionEvent::Lost { server, slabs } => {
@@ -225,6 +231,7 @@ impl Housekeeping {
             held = held.len(),
             "connected to a memory server"
         );
+        self.up[server] = true;
         self.shared.slots.set_connected(server, true);
         // What the server keeps for us without our knowing holds nothing of ours.
         for slab in held {

@@ -460,6 +460,7 @@ impl PreparedPager {
             records: records.clone(),
             promises: Arc::clone(&promises),
             known_slabs: held.recovered.unwrap_or_default(),
+            up: vec![false; self.sessions.len()],
         };
         threads.push(spawn("housekeeping", &gate, move || {
             keeping.work(&stopped)
@@ -503,17 +504,23 @@ impl PreparedPager {
     }
 }
 
+/// How much longer than a known one a server may take to greet a new guest: it may be freeing the slabs of a
+/// former one, or be as busy as this host, which a start then waits for.
+const FIRST_PATIENCE: Duration = Duration::from_secs(25);
+
 /// Opens a session with each server, and has them promise what the guest may need remotely.
 fn start_sessions(
     remote: &RemoteConfig,
     standing: &Standing,
     events: &Sender<SessionEvent>,
 ) -> Result<Arc<[Session]>, PagerError> {
+    let mut remote = remote.clone();
+    remote.timing.patience = FIRST_PATIENCE;
     let servers = remote.addresses.len();
     let mut greeted: Vec<NewSession> = Vec::with_capacity(servers);
     let mut greet = || {
         for server in 0..servers {
-            let session = NewSession::greet(server, remote, events.clone())?;
+            let session = NewSession::greet(server, &remote, events.clone())?;
             let before = greeted
                 .iter()
                 .find(|it| it.instance() == session.instance());

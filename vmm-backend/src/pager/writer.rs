@@ -105,6 +105,8 @@ pub(super) struct Writer {
     messages: Messages<WriterEvent>,
     gauges: Arc<WriterGauges>,
     conns: Vec<Option<DataConn>>,
+    /// Servers whose connection takes no more before it has sent some of what it has.
+    full: Vec<bool>,
     leases: Vec<Lease>,
     /// Pages to be written, not claimed yet.
     queue: VecDeque<Order>,
@@ -131,6 +133,7 @@ impl Writer {
             shared,
             staging,
             conns: sessions.iter().map(|_| None).collect(),
+            full: vec![false; sessions.len()],
             leases: vec![Lease::default(); sessions.len()],
             sessions,
             shards,
@@ -240,9 +243,12 @@ impl Writer {
         self.shared.pace.queue_depth().get() as usize
     }
 
-    /// Whether a server may be sent another batch. One of several gets no more than its part of staging:
+    /// Whether a server may be sent another batch: slots of one that cannot take it would keep others from it. One of several gets no more than its part of staging:
     /// while it does not answer, the others' pages need the rest.
     fn may_take(&self, server: ServerIndex) -> bool {
+        if !self.is_reachable(server) || self.full[server] {
+            return false;
+        }
         let batches = self.in_flight.values().filter(|to| to.server == server);
         let (batches, pages) = batches.fold((0, 0), |(batches, pages), batch| {
             (batches + 1, pages + batch.orders.len())
@@ -252,6 +258,11 @@ impl Writer {
             servers => self.shared.staging.capacity() as usize / servers,
         };
         batches < self.batches_in_flight() && (batches == 0 || pages + self.batch_pages() <= part)
+    }
+
+    /// Whether pages can be written to a server at all.
+    fn is_reachable(&self, server: ServerIndex) -> bool {
+        self.conns[server].is_some()
     }
 
     fn may_any_take(&self) -> bool {
@@ -328,6 +339,7 @@ impl Writer {
                 true
             }
             Err(SubmitError::QueueFull) => {
+                self.full[batch.server] = true;
                 self.take_back(batch);
                 false
             }
@@ -368,6 +380,7 @@ impl Writer {
             .flush()
             .and_then(|()| conn.receive(|id, result| ended.push((id, result.map(drop)))));
         self.conns[server] = Some(conn);
+        self.full[server] = false;
         for (id, result) in ended {
             let Some(batch) = self.in_flight.remove(&id) else {
                 continue;
@@ -417,6 +430,7 @@ impl Writer {
     }
 
     fn drop_conn(&mut self, server: ServerIndex) {
+        self.full[server] = false;
         if let Some(conn) = self.conns[server].take() {
             self.closed_sent_bytes += conn.sent_bytes();
             self.closed_received_bytes += conn.received_bytes();
@@ -494,7 +508,7 @@ impl Writer {
         // No server lends more for now.
         self.want_kept_slots(waiting as u64);
         // Better there than that the guest waits for a server that has room.
-        if self.shared.slots.room(&|_| true) == 0 {
+        if self.shared.slots.room(&|server| self.is_reachable(server)) == 0 {
             self.submit(Slabs::Vacating);
         }
     }
@@ -502,7 +516,7 @@ impl Writer {
     /// Lets shards move what servers want back, as far as there is room for it.
     fn let_pages_move(&self) {
         let left = self.batch_pages() as u64;
-        let may_take = |server: ServerIndex| self.conns[server].is_some();
+        let may_take = |server| self.is_reachable(server);
         if self.shared.let_pages_move(left, &may_take) {
             self.shards.iter().for_each(Inbox::ring);
         }
@@ -510,7 +524,7 @@ impl Writer {
 
     /// Has pages that are in memory give up slots, where these are what others wait for.
     fn want_kept_slots(&self, waiting: u64) {
-        let room = self.shared.slots.room(&|_| true);
+        let room = self.shared.slots.room(&|server| self.is_reachable(server));
         let missing = waiting.saturating_sub(room);
         if missing > 0 && self.shared.slots.want_back(missing) {
             self.shards.iter().for_each(Inbox::ring);
