@@ -64,6 +64,15 @@ impl Link {
         };
         self.in_flight.iter().rev().find_map(promise)
     }
+
+    /// Whether a slab was leased that the owner learns of once it has its key.
+    fn awaits_key(&self, slab: SlabId) -> bool {
+        let mut unnamed = self.verbs.iter().flat_map(|verbs| &verbs.unnamed);
+        let mut in_flight = self.in_flight.iter();
+        unnamed.any(|waiting| *waiting == (slab, true))
+            || in_flight
+                .any(|request| matches!(request.asked, Asked::Key(asked, true) if asked == slab))
+    }
 }
 
 impl Keeper {
@@ -111,7 +120,8 @@ impl Keeper {
                 self.tell(SessionEvent::Vacate { server, slab })
             }
             ServerMessage::Vacate { slab } => {
-                if self.releasing.contains(&slab) {
+                // Of one whose key is awaited the owner is told once it has the slab.
+                if self.releasing.contains(&slab) || link.awaits_key(slab) {
                     self.vacating.insert(slab);
                 }
                 Ok(())
@@ -353,7 +363,11 @@ impl Keeper {
         self.held.insert(slab);
         self.show(|_| {});
         let server = self.server;
-        self.tell(SessionEvent::Leased { server, slab })
+        self.tell(SessionEvent::Leased { server, slab })?;
+        match self.vacating.contains(&slab) {
+            true => self.tell(SessionEvent::Vacate { server, slab }),
+            false => Ok(()),
+        }
     }
 
     pub(super) fn note_release(&mut self, slab: SlabId) {
