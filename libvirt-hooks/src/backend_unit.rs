@@ -43,14 +43,17 @@ impl BackendUnit {
         }
     }
 
-    /// Starts it; the error is what systemd said.
-    pub fn start(&self) -> Result<(), String> {
-        // Starting a unit that systemd still believes to run does nothing, and its process, which
-        // has ended, is reaped a moment later.
+    /// Waits until an earlier instance has ended, with all that systemd does after it: starting a unit that
+    /// systemd still believes to run does nothing.
+    pub fn wait_for_end(&self) {
         let deadline = Instant::now() + END_TIMEOUT;
         while self.ended().is_none() && Instant::now() < deadline {
             sleep(POLL_INTERVAL);
         }
+    }
+
+    /// Starts it; the error is what systemd said.
+    pub fn start(&self) -> Result<(), String> {
         let output = systemctl(&["start", &self.name]).map_err(|error| error.to_string())?;
         if output.status.success() {
             return Ok(());

@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use outram_wire::control::{Phase, Status};
+use outram_wire::control::{Phase, Status, is_supervised};
 use outram_wire::incoming::Incoming;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -31,8 +31,8 @@ use crate::qemu_user::SocketUser;
 /// the rest is for a host that is busy beyond measure.
 pub const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long an earlier backend may take to end, giving its slabs back.
-const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long an earlier backend may take to end, giving its slabs and its guest's memory back.
+const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long a backend that ends may take between closing its sockets and removing them.
 const END_MOMENT: Duration = Duration::from_millis(200);
@@ -109,6 +109,11 @@ pub enum LaunchError {
         "an earlier backend of this domain (process {0}) did not end within {END_TIMEOUT:?}: look at its log and end it"
     )]
     DidNotEnd(u32),
+    /// Its supervisor did not.
+    #[error(
+        "the supervisor of an earlier backend of this domain did not end within {END_TIMEOUT:?}: look at its log {0} and end it"
+    )]
+    StillSupervised(BackendLog),
     /// An earlier backend cannot be asked.
     #[error(
         "an earlier backend of this domain cannot be replaced: {0}; end its process ('fuser' on its socket names it), then start the domain again"
@@ -236,6 +241,10 @@ impl Launch {
     pub fn start(&self) -> Result<(), LaunchError> {
         let run_dir = self.run_dir();
         end_earlier(&run_dir)?;
+        if self.systemd {
+            // Until then it may remove what is made here.
+            BackendUnit::of(self.vm).wait_for_end();
+        }
         self.prepare_run_dir(&run_dir)?;
         let mut started = start_program(&self.backend, &run_dir, self.systemd)?;
         let outcome = wait_until_ready(&run_dir, &mut started);
@@ -292,18 +301,23 @@ fn start_child(backend: &Path, run_dir: &Path) -> Result<Started, LaunchError> {
 }
 
 fn start_unit(run_dir: &Path) -> Result<Started, LaunchError> {
-    let name = run_dir.file_name().and_then(|name| name.to_str());
-    let vm = name.and_then(|name| name.parse().ok());
-    let vm = vm.ok_or_else(|| LaunchError::NoRunDir(run_dir.to_owned()))?;
-    let unit = BackendUnit::of(vm);
+    let unit = unit_of(run_dir).ok_or_else(|| LaunchError::NoRunDir(run_dir.to_owned()))?;
     match unit.start() {
         Ok(()) => Ok(Started::Unit(unit)),
         Err(said) => Err(LaunchError::Systemd { unit, said }),
     }
 }
 
+fn unit_of(run_dir: &Path) -> Option<BackendUnit> {
+    let name = run_dir.file_name()?.to_str()?;
+    name.parse().ok().map(BackendUnit::of)
+}
+
 /// Starts a backend that died again, with the arguments that it had; returns once it serves its guest.
 pub fn start_again(backend: &Path, run_dir: &Path, systemd: bool) -> Result<(), LaunchError> {
+    if let Some(unit) = unit_of(run_dir).filter(|_| systemd) {
+        unit.wait_for_end();
+    }
     let mut started = start_program(backend, run_dir, systemd)?;
     wait_until_ready(run_dir, &mut started)
 }
@@ -441,10 +455,22 @@ fn ask_earlier(control: &BackendControl) -> Result<Option<Box<Status>>, LaunchEr
 /// Ends a backend of an earlier start, unless a QEMU still lives on it.
 fn end_earlier(run_dir: &Path) -> Result<(), LaunchError> {
     let control = BackendControl::of(run_dir);
-    let Some(status) = ask_earlier(&control)? else {
-        return Ok(());
-    };
-    if let Some(qemu) = living_qemu(&status) {
+    if let Some(status) = ask_earlier(&control)? {
+        end_pager(&control, &status)?;
+    }
+    // Its supervisor goes last, and takes with it what is in the directory by then.
+    let deadline = Instant::now() + END_TIMEOUT;
+    while is_supervised(run_dir) {
+        if Instant::now() >= deadline {
+            return Err(LaunchError::StillSupervised(BackendLog::of(run_dir)));
+        }
+        sleep(POLL_INTERVAL);
+    }
+    Ok(())
+}
+
+fn end_pager(control: &BackendControl, status: &Status) -> Result<(), LaunchError> {
+    if let Some(qemu) = living_qemu(status) {
         return Err(LaunchError::StillServing {
             backend: status.backend_pid,
             qemu,
@@ -495,6 +521,29 @@ mod tests {
     use super::*;
     use outram_wire::tuning::Tuning;
     use outram_wire::units::LocalRatio;
+    use std::fs::File;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[test]
+    fn a_start_waits_for_the_supervisor_of_the_one_before() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = File::open(dir.path()).expect("it is there");
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)
+            .expect("nobody else has it");
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let supervisor = std::thread::spawn({
+            let has_ended = has_ended.clone();
+            move || {
+                sleep(10 * POLL_INTERVAL);
+                has_ended.store(true, Ordering::SeqCst);
+                drop(file);
+            }
+        });
+        end_earlier(dir.path()).expect("it ends soon");
+        assert!(has_ended.load(Ordering::SeqCst));
+        supervisor.join().expect("no panic");
+    }
 
     #[test]
     fn a_backend_is_started_with_these_arguments() {

@@ -174,7 +174,9 @@ impl<'a> Running<'a> {
         // Just as libvirt's hook does it at a start, and with the same refusals.
         if let Err(error) = hook::prepare(prepared.text.as_bytes(), self.paths) {
             // Its reason is told here and now: nobody looks for it there.
-            remove_run_dir(self.domain, self.paths)?;
+            if let Err(left) = remove_run_dir(self.domain, self.paths) {
+                eprintln!("warning: {left:#}");
+            }
             return Err(error.into());
         }
         let attached = self.attach_disk(&prepared.attachment.disk);
@@ -195,7 +197,9 @@ impl<'a> Running<'a> {
             (Ok(()), Ok(status)) if status.qemu_pid.is_some() => Ok(()),
             (Ok(()), status) => {
                 let why = status.map_or_else(|error| error.to_string(), describe);
-                self.domain.detach_device(disk)?;
+                if let Err(error) = self.domain.detach_device(disk) {
+                    eprintln!("warning: {error}");
+                }
                 bail!("QEMU took the disk, but its memory was not handed over: {why}")
             }
             // The backend's own reason says more than QEMU's lost connection.
@@ -210,12 +214,18 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// What the backend says once QEMU took the disk, or would not: on a busy host it has much to do just then.
+    /// What the backend says once QEMU took the disk, or would not: on a busy host it has much to do just then, and
+    /// where its pager died its supervisor starts another.
     fn status_after_handover(&self) -> Result<Box<Status>, ControlError> {
         let deadline = Instant::now() + HANDED_OVER_TIMEOUT;
         loop {
             match self.control.status() {
                 Err(ControlError::Silent(..)) if Instant::now() < deadline => {}
+                Err(ControlError::NotRunning(_) | ControlError::Closed(_))
+                    if Instant::now() < deadline && !self.control.has_ended() =>
+                {
+                    sleep(POLL);
+                }
                 answer => return answer,
             }
         }
@@ -223,7 +233,12 @@ impl<'a> Running<'a> {
 
     /// Ends the backend of an attachment that failed; whatever has left already comes home.
     fn undo(&self) -> Result<()> {
-        if self.control.status()?.qemu_pid.is_some() {
+        let has_memory = match self.status_after_handover() {
+            Ok(status) => status.qemu_pid.is_some(),
+            Err(ControlError::NotRunning(_)) => false,
+            Err(error) => return Err(error.into()),
+        };
+        if has_memory {
             let homecoming = self.control.bring_home()?;
             let deadline = Instant::now() + UNDO_TIMEOUT;
             while !is_home(&*homecoming.status()?) {

@@ -15,8 +15,8 @@ use crate::backend_log::BackendLog;
 use crate::host::{Paths, find_backend};
 use crate::launch;
 
-/// How long the next process may take until it serves the guest.
-const TIMEOUT: Duration = Duration::from_secs(20);
+/// How long the next process may take until it serves the guest: a moment, but on a host that is busy beyond measure.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often it is asked.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);

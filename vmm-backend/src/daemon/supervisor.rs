@@ -54,8 +54,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// Pause before settings that are no good are looked at again.
 const SETTINGS_PAUSE: Duration = Duration::from_secs(1);
 
-/// How often the lock of a guest's directory is tried anew.
-const LOOKERS: u32 = 20;
+/// How often the lock of a guest's directory is tried anew, and after which pause: for some seconds, for whoever
+/// looks may have to wait for a processor.
+const LOOKERS: u32 = 300;
+const LOOKERS_PAUSE: Duration = Duration::from_millis(10);
 
 /// How long a pager that is at work already may take to say that it ends.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
@@ -418,7 +420,7 @@ fn lock(dir: &Path) -> anyhow::Result<File> {
         if locked != Err(rustix::io::Errno::WOULDBLOCK) {
             break;
         }
-        std::thread::sleep(Duration::from_millis(10));
+        std::thread::sleep(LOOKERS_PAUSE);
         locked = lock();
     }
     match locked {

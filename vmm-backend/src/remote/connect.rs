@@ -98,6 +98,7 @@ impl Dialer {
         let identity = self.identity.current()?;
         let deadline = Instant::now() + self.timing.connect;
         let socket = self.socket(deadline)?;
+        let deadline = deadline + self.timing.patience;
         let local = socket.local_addr();
         let mut channel = Channel::connect(socket, identity, self.name.clone(), deadline)
             .map_err(|source| self.control_error(source))?;
@@ -264,7 +265,7 @@ impl Dialer {
         greeted: &mut Greeted,
         bytes: u64,
     ) -> Result<(), RemoteError> {
-        let deadline = Instant::now() + self.timing.answer;
+        let deadline = Instant::now() + self.timing.answer + self.timing.patience;
         let message = ClientMessage::Request {
             id: 0,
             request: Request::Reserve { bytes },

@@ -229,6 +229,8 @@ impl Keeper {
 
     /// Serves until the session is closed or left.
     pub(super) fn run(mut self, orders: &Receiver<Order>) {
+        // From here on a server out of reach is to be noticed within seconds.
+        self.dialer.timing.patience = Duration::ZERO;
         let mut greeted = self.first.take();
         // A session that is resumed connects at once.
         let mut pause = Duration::ZERO;

@@ -101,6 +101,9 @@ pub struct Timing {
     pub connect: Duration,
     /// For the answer to a request.
     pub answer: Duration,
+    /// How much longer than that a server may take to greet a new session and to promise it memory, once
+    /// its machine has answered. A session that was greeted connects again without.
+    pub patience: Duration,
     /// Between two renewals at most; a third of the lease's time-out if that is shorter.
     pub renew: Duration,
     /// First pause before connecting again; doubles, with jitter, up to `retry_max`.
@@ -115,6 +118,7 @@ impl Default for Timing {
         Self {
             connect: Duration::from_secs(5),
             answer: Duration::from_secs(4),
+            patience: Duration::ZERO,
             renew: Duration::from_secs(1),
             retry_min: Duration::from_millis(50),
             retry_max: Duration::from_secs(2),

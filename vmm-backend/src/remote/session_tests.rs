@@ -298,6 +298,39 @@ fn cut_connections_come_back_and_nothing_is_lost() {
 }
 
 #[test]
+fn a_new_guest_waits_for_a_server_that_is_slow_to_greet() {
+    let pki = Pki::new();
+    let server = serve(&pki, anywhere(), |_| {});
+    // Its system takes connections, and nobody looks at them yet.
+    let listener = TcpListener::bind(anywhere()).expect("a listener");
+    let address = listener.local_addr().expect("bound");
+    let mut config = config(address, pki.client.clone());
+    config.timing.connect = Duration::from_millis(300);
+    config.timing.answer = Duration::from_millis(300);
+    let silent = Owner::start(&config, 2).err();
+    assert!(
+        matches!(silent, Some(RemoteError::Control { .. })),
+        "{silent:?}"
+    );
+    config.timing.patience = PATIENCE;
+    let target = server.local_addr();
+    let opens = thread::spawn(move || {
+        thread::sleep(Duration::from_secs(2));
+        Gate::at(listener, target)
+    });
+    let mut owner = Owner::start(&config, 2).expect("a session");
+    let gate = opens.join().expect("no panic");
+    owner.connected();
+    let slab = owner.lease();
+    owner.write(slab, 0, &page(5));
+    gate.cut();
+    owner.until("a connection again", |owner| owner.ups == 2);
+    owner.connected();
+    assert_eq!(owner.read(slab, 0, 4096), page(5));
+    owner.session.close(PATIENCE).expect("a goodbye");
+}
+
+#[test]
 fn an_outage_is_told_and_survived() {
     let pki = Pki::new();
     let server = serve(&pki, anywhere(), |_| {});

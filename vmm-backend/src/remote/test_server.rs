@@ -88,7 +88,11 @@ pub(crate) struct Gate {
 
 impl Gate {
     pub(crate) fn to(target: SocketAddr) -> Self {
-        let listener = TcpListener::bind(anywhere()).expect("a listener");
+        Self::at(TcpListener::bind(anywhere()).expect("a listener"), target)
+    }
+
+    /// Whoever has connected already is let in first.
+    pub(crate) fn at(listener: TcpListener, target: SocketAddr) -> Self {
         let address = listener.local_addr().expect("bound");
         let shut = Arc::new(AtomicBool::new(false));
         let carried: Arc<Mutex<Vec<TcpStream>>> = Arc::default();
