@@ -244,3 +244,65 @@ impl Housekeeping {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pager::inbox::inbox;
+    use crate::pager::test_world::{SERVERS, World};
+    use crate::remote::RemoteError;
+
+    #[test]
+    fn a_server_that_came_back_is_connected_once_its_losses_are_heard() {
+        let world = World::new();
+        let records = Records::of(world.dir.path());
+        let (says, events) = crossbeam_channel::unbounded();
+        let slots = &world.shared.slots;
+        let mut keeping = Housekeeping {
+            shared: Arc::clone(&world.shared),
+            staging: Arc::clone(&world.staging),
+            sessions: Arc::clone(&world.sessions),
+            events,
+            shards: Vec::new(),
+            writer: inbox().expect("an eventfd").0,
+            notes: Arc::new(ServerNotes::new(SERVERS)),
+            rule: Arc::new(BudgetRule::new(1, 1)),
+            records: records.clone(),
+            promises: Arc::new(Promises::new(Arc::clone(&world.sessions), records, 0)),
+            known_slabs: world.slabs.iter().copied().collect(),
+            up: vec![false; SERVERS],
+        };
+        let status = world.sessions[0].status();
+        assert!(status.connected && world.sessions[0].lease_valid());
+        keeping.tick();
+        assert!(!slots.is_connected(0), "nothing was heard of it");
+        let up = || SessionEvent::Up {
+            server: 0,
+            instance: status.instance,
+            slab_bytes: status.slab_bytes,
+            held: Vec::new(),
+        };
+        let say = |event| says.send(event).expect("it is heard");
+        say(up());
+        keeping.tick();
+        assert!(slots.is_connected(0));
+        say(SessionEvent::Down {
+            server: 0,
+            error: Arc::new(RemoteError::Disconnected(status.address.clone())),
+        });
+        keeping.tick();
+        assert!(
+            !slots.is_connected(0),
+            "its status is shown before its losses are told"
+        );
+        say(SessionEvent::Lost {
+            server: 0,
+            slabs: vec![SlabId(world.slabs[0].slab)],
+        });
+        say(up());
+        keeping.tick();
+        assert!(slots.is_connected(0));
+        let left: Vec<SlabRef> = slots.groups().iter().map(|group| group.slab).collect();
+        assert_eq!(left, world.slabs[1..]);
+    }
+}

@@ -23,6 +23,8 @@ mod shard_thread;
 mod spin;
 mod state_dir;
 mod takeover;
+#[cfg(test)]
+mod test_world;
 mod uffd;
 mod writer;
 

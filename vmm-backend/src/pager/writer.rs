@@ -629,6 +629,53 @@ pub(super) fn forget_slabs(shared: &SharedRef, shards: &[Inbox<ShardEvent>], sla
 mod tests {
     use super::*;
     use crate::engine::{Generation, PageIndex};
+    use crate::pager::inbox::inbox;
+    use crate::pager::test_world::World;
+    use crate::remote::test_server::PATIENCE;
+
+    #[test]
+    fn a_server_that_takes_nothing_keeps_no_page_from_another() {
+        let mut world = World::new();
+        let (shard, heard) = inbox().expect("an eventfd");
+        let (orders, messages) = inbox().expect("an eventfd");
+        let page = StagedPage {
+            page: PageIndex(7),
+            staging: world.shared.staging.take(1).expect("a free slot")[0],
+            generation: Generation(0),
+            is_sealed: false,
+        };
+        // The slab that would be filled first is the other server's, of which there is no connection. It is in use:
+        // otherwise it would be given back.
+        let first = world.shared.slots.allocate(1, &|server| server == 0);
+        assert_eq!(first.len(), 1);
+        let conn = world.conns[1].pop().expect("a connection");
+        let writer = Writer::new(
+            Arc::clone(&world.shared),
+            Arc::clone(&world.staging),
+            Arc::clone(&world.sessions),
+            vec![shard],
+            messages,
+        );
+        let writing = std::thread::spawn(|| writer.work());
+        orders.send(WriterEvent::Connection(1, conn));
+        orders.send(WriterEvent::Write(0, vec![page]));
+        let deadline = Instant::now() + PATIENCE;
+        let written = loop {
+            match heard.next() {
+                Some(ShardEvent::WrittenBack(written)) => break written,
+                _ => assert!(Instant::now() < deadline, "the page was never written"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        orders.send(WriterEvent::Quit);
+        writing.join().expect("no panic");
+        let [(staged, slot)] = written[..] else {
+            panic!("{} pages were written", written.len());
+        };
+        assert_eq!(staged.page, page.page);
+        let place = world.shared.slots.place(slot).expect("its slab is leased");
+        assert_eq!(place.slab, world.slabs[1]);
+    }
 
     #[test]
     fn neighbours_of_one_slab_are_one_extent() {
