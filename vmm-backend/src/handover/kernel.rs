@@ -5,7 +5,7 @@
 use std::io;
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Peer;
 
@@ -67,14 +67,21 @@ pub(super) fn poll_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io
         events: libc::POLLIN,
         revents: 0,
     };
-    let timeout_ms = timeout.map_or(-1, |timeout| {
-        timeout.as_millis().min(i32::MAX as u128) as i32
-    });
-    // SAFETY: the pointer is to one live pollfd.
-    let ready = check(libc::c_long::from(unsafe {
-        libc::poll(&raw mut poll, 1, timeout_ms)
-    }))?;
-    Ok(ready > 0)
+    let until = timeout.map(|timeout| Instant::now() + timeout);
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let timeout_ms = left.map_or(-1, |left| left.as_millis().min(i32::MAX as u128) as i32);
+        // SAFETY: the pointer is to one live pollfd.
+        let ready = check(libc::c_long::from(unsafe {
+            libc::poll(&raw mut poll, 1, timeout_ms)
+        }));
+        match ready {
+            // Of a signal that is handled here, which says nothing of the descriptor; also where there was
+            // nothing to wait for.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            ready => return Ok(ready? > 0),
+        }
+    }
 }
 
 /// An error unless the descriptor is a userfaultfd.
@@ -204,4 +211,38 @@ pub(super) fn huge_page_bytes(file: BorrowedFd<'_>) -> io::Result<Option<u64>> {
     // SAFETY: zeroed, and filled by the kernel; any bytes are valid integers.
     let status = unsafe { status.assume_init() };
     Ok((status.f_type == libc::HUGETLBFS_MAGIC).then_some(status.f_bsize as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn a_signal_says_nothing_of_a_descriptor() {
+        let signalled: Arc<AtomicBool> = Arc::default();
+        signal_hook::flag::register(libc::SIGUSR1, Arc::clone(&signalled)).expect("a handler");
+        let (nothing_comes, _kept) = std::io::pipe().expect("a pipe");
+        let is_over: Arc<AtomicBool> = Arc::default();
+        // SAFETY: names this thread, which outlives the other.
+        let looking = unsafe { libc::pthread_self() };
+        let signals = std::thread::spawn({
+            let is_over = Arc::clone(&is_over);
+            move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    // SAFETY: that thread runs until this one is joined, and the signal is handled.
+                    unsafe { libc::pthread_kill(looking, libc::SIGUSR1) };
+                }
+            }
+        });
+        let looks = (0..50_000).map(|_| poll_readable(nothing_comes.as_fd(), Some(Duration::ZERO)));
+        let found: io::Result<Vec<bool>> = looks.collect();
+        is_over.store(true, Ordering::Relaxed);
+        signals.join().expect("no panic");
+        assert!(signalled.load(Ordering::Relaxed));
+        assert!(found.expect("no error").iter().all(|readable| !readable));
+    }
 }

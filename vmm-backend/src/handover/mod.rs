@@ -165,7 +165,8 @@ impl Vmm {
     }
 
     fn ends_within(&self, patience: Duration) -> bool {
-        kernel::poll_readable(self.pidfd.as_fd(), Some(patience)).unwrap_or(true)
+        // In doubt it lives: all that it has would be let go.
+        kernel::poll_readable(self.pidfd.as_fd(), Some(patience)).unwrap_or(false)
     }
 
     /// The powers that it is reached with.
