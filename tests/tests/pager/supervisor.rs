@@ -23,6 +23,10 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ),
     ("a_backend_is_replaced_by_itself_when_asked", replaced),
     (
+        "a_takeover_that_fails_at_its_end_leaves_the_guest_to_the_next",
+        unheard,
+    ),
+    (
         "a_backend_outlives_settings_that_are_no_good",
         no_good_settings,
     ),
@@ -188,6 +192,27 @@ fn both(lab: &Lab) -> Result<()> {
     ensure!(now.takeovers == 1, "{now:?}");
     demand_sound(&guest.answer(sent)?)?;
     guest.verify(0, FILLED)?;
+    guest.connect()?;
+    guest.end(&[&server])
+}
+
+/// Pagers that have taken the guest over and then cannot be asked give up, and harm nobody.
+fn unheard(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = started(lab, &server.address)?;
+    let before = guest.status()?;
+    let socket = guest.dir.join("control.sock");
+    fs::remove_file(&socket)?;
+    fs::create_dir(&socket)?;
+    end(before.backend_pid, Signal::SIGKILL)?;
+    wait_for("the reason to be told", LONG, || {
+        let reason = fs::read_to_string(guest.dir.join("error")).unwrap_or_default();
+        Ok(reason.contains("control.sock").then_some(()))
+    })?;
+    let sent = guest.send(0, "verify", json!({"page": 0, "pages": FILLED}))?;
+    fs::remove_dir(&socket)?;
+    wait_for_another(&guest, &before)?;
+    demand_sound(&guest.answer(sent)?)?;
     guest.connect()?;
     guest.end(&[&server])
 }

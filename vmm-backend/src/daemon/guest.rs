@@ -203,7 +203,10 @@ fn undo(pager: &Pager, vmm: &Vmm, userfaultfds: &[RawFd]) {
         pager.release()
     });
     match outcome {
-        Ok(()) => close_userfaultfds(vmm, userfaultfds),
+        Ok(()) => {
+            close_userfaultfds(vmm, userfaultfds);
+            pager.end();
+        }
         Err(error) => tracing::error!(%error, "the hand-over cannot be undone"),
     }
 }

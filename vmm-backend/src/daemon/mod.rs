@@ -100,7 +100,8 @@ fn enter_host() -> anyhow::Result<()> {
 fn prepare(flags: Flags) -> anyhow::Result<()> {
     // Whatever the settings are by now: nothing keeps a supervisor from its guest.
     let dir = RunDir::at(&Config::dir_of(&flags)?);
-    if dir.was_served() {
+    let find = || Orphan::find(&dir.state(), flags.uuid, &Powers::default());
+    if dir.was_served() || matches!(find(), Ok(Some(_))) {
         return Ok(());
     }
     let disk_bytes = flags.disk_size;
@@ -156,6 +157,8 @@ pub fn run(flags: Flags) -> anyhow::Result<()> {
     let result = serve(config, powers, &dir);
     match &result {
         Ok(()) => dir.remove(),
+        // The guest that it is of is to be found by whoever goes on with it.
+        Err(error) if dir.has_record() => dir.note_error(&with_causes(error.as_ref())),
         Err(error) => dir.leave_error(&with_causes(error.as_ref())),
     }
     result

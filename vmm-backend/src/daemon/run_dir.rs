@@ -29,7 +29,8 @@ impl RunDir {
         }
         Self::make(path)?;
         let dir = Self::at(path);
-        for stale in ["error", "vhost.sock", "control.sock"] {
+        // The control socket tells that a guest was served here until another takes its place.
+        for stale in ["error", "vhost.sock"] {
             remove_file(&dir.path.join(stale))?;
         }
         Ok(dir)
@@ -71,7 +72,12 @@ impl RunDir {
     /// Whether a guest was served there by a process that has not cleared up, or is at work still. (A
     /// hook that starts a guest anew removes what was left of an earlier start.)
     pub(super) fn was_served(&self) -> bool {
-        self.path.join("control.sock").exists() && self.state().join("record").exists()
+        self.path.join("control.sock").exists() && self.has_record()
+    }
+
+    /// Whether there is a record of a guest.
+    pub(super) fn has_record(&self) -> bool {
+        self.state().join("record").exists()
     }
 
     /// Where QEMU connects.
@@ -97,7 +103,9 @@ impl RunDir {
 
     /// Listens for `outram tune` and `outram status`: root's alone.
     pub(super) fn listen_control(&self) -> anyhow::Result<UnixListener> {
-        listen(&self.path.join("control.sock"))
+        let path = self.path.join("control.sock");
+        remove_file(&path)?;
+        listen(&path)
     }
 
     /// Leaves a reason where the hook and `outram status` find it.

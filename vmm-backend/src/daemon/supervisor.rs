@@ -25,6 +25,7 @@ use outram_wire::control::{
 use outram_wire::units::VmId;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -161,7 +162,14 @@ impl Supervisor<'_> {
                     prepare(self.flags.clone())
                         .inspect_err(|error| leave_reason(&self.dir, error))?;
                 }
-                self.start(self.programs.choose(0))?;
+                while let Err(error) = self.start(self.programs.choose(0)) {
+                    if !self.guest_lives() {
+                        return Err(error);
+                    }
+                    // Nobody starts a supervisor again that gave up.
+                    tracing::error!("{error:#}; it is tried again, for the guest lives");
+                    std::thread::sleep(LONGEST_PAUSE);
+                }
             }
         }
         // Starts in a row that led to nothing.
@@ -255,7 +263,11 @@ impl Supervisor<'_> {
         tracing::warn!(%pid, "the supervisor had died: the pager that is at work is replaced");
         if let Err(error) = ask_to_restart(pager.control) {
             tracing::warn!("that pager is killed, for it does not end by itself: {error:#}");
-            pidfd_send_signal(&pager.process, Signal::KILL).context("killing the pager at work")?;
+            match pidfd_send_signal(&pager.process, Signal::KILL) {
+                // It has ended meanwhile.
+                Ok(()) | Err(Errno::SRCH) => {}
+                Err(error) => return Err(error).context("killing the pager at work"),
+            }
             self.takeovers += 1;
         }
         self.pager = Some(pager.pid);

@@ -474,6 +474,8 @@ impl PreparedPager {
             // The gate, which outlives this, keeps the channel open.
             let _ = opener.send(());
         }
+        let mut state_dir = self.state_dir;
+        state_dir.keep();
         Ok(Pager {
             shared: self.shared,
             ram: held.ram,
@@ -498,7 +500,7 @@ impl PreparedPager {
             stop_keeping,
             course: Mutex::new(Course::Serving),
             retired: AtomicBool::new(false),
-            state_dir: Mutex::new(Some(self.state_dir)),
+            state_dir: Mutex::new(Some(state_dir)),
             promises,
             records,
             record: Mutex::new(held.record),
@@ -766,7 +768,9 @@ impl Pager {
         if !self.retired.swap(true, Ordering::AcqRel) {
             close_sessions(&self.sessions);
         }
-        drop(lock(&self.state_dir).take());
+        if let Some(mut state_dir) = lock(&self.state_dir).take() {
+            state_dir.adopt();
+        }
     }
 }
 

@@ -102,7 +102,7 @@ pub(super) struct FileSizes {
     pub(super) disk_table_bytes: u64,
 }
 
-/// The mounted directory; unmounted when dropped, unless it is only looked at.
+/// The mounted directory; unmounted when dropped, unless it is only looked at or a guest depends on it.
 #[derive(Debug)]
 pub(super) struct StateDir {
     path: PathBuf,
@@ -169,7 +169,13 @@ impl StateDir {
         }
     }
 
-    /// From here on the guest is served with it, and it goes when the guest has ended.
+    /// From here on a guest depends on it: it stays, for whoever takes that guest over, whatever becomes of this
+    /// process.
+    pub(super) fn keep(&mut self) {
+        self.is_ours = false;
+    }
+
+    /// Its guest has ended: it goes when this is dropped.
     pub(super) fn adopt(&mut self) {
         self.is_ours = true;
     }

@@ -38,7 +38,7 @@ use super::plugging::{Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
-use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, lock, pace_of, promises, system};
+use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, pace_of, promises, system};
 use crate::crash_points::{self, Point};
 use crate::engine::ages::Ages;
 use crate::engine::compressed::CompressedPool;
@@ -257,9 +257,6 @@ impl Orphan {
         // An idle guest may be above its limit.
         pager.shards.iter().for_each(Inbox::ring);
         crash_points::pass(Point::RecoverWoken);
-        if let Some(state_dir) = &mut *lock(&pager.state_dir) {
-            state_dir.adopt();
-        }
         Ok((self.vmm, pager))
     }
 
