@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use outram_wire::causes::with_causes;
+use outram_wire::logging::Seldom;
 use outram_wire::server::channel::{Channel, ChannelError, EventFd, Received, new_waker};
 use outram_wire::server::control::agree_version;
 use outram_wire::server::{
@@ -322,7 +323,11 @@ fn open_pair(desk: &Desk, hold: &Hold, end: &End, epoch: u64) -> Result<Reply, R
 
 fn no_verbs(hold: &Hold, error: &PairError) -> Refusal {
     let (holder, reason) = (hold.session.holder, with_causes(error));
-    tracing::warn!(%holder, "RDMA is of no use: {reason}");
+    // Whoever asks may do so as often as it likes.
+    static OF_NO_USE: Seldom = Seldom::new();
+    if OF_NO_USE.is_due() {
+        tracing::warn!(%holder, "RDMA is of no use: {reason}");
+    }
     Refusal::NoVerbs { reason }
 }
 

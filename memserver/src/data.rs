@@ -34,6 +34,9 @@ const GATHER_BYTES: usize = 60 << 10;
 /// ... nor do any where the next might take more parts than one call does.
 const GATHER_PARTS: usize = Vectors::MAX - (1 + data::MAX_EXTENTS);
 
+/// What a disk's connection keeps of the memory that it gathered a write in: nobody accounts for it.
+const GATHERED_KEPT_BYTES: usize = 64 << 10;
+
 /// A peer that neither sends the rest of a request nor takes a reply for so long is left.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -210,6 +213,9 @@ impl<'a> Service<'a> {
         let mut socket = self.socket;
         socket.read_exact(&mut self.gathered[here..])?;
         slab::store(&self.pieces, &self.gathered);
+        if self.gathered.capacity() > GATHERED_KEPT_BYTES {
+            self.gathered = Vec::new();
+        }
         self.acknowledge(id, total)
     }
 

@@ -25,6 +25,10 @@ const STACK_BYTES: usize = 512 * 1024;
 /// After so long without an answer from a client's machine the kernel gives a connection up.
 const DEAD_AFTER: Duration = Duration::from_secs(60);
 
+/// Data connections of a disk at most: writes to it are gathered, in memory that is in nobody's account. Backends
+/// have four.
+const MOST_OF_A_DISK: usize = 8;
+
 /// What every connection's thread shares.
 pub(crate) struct Hall {
     pub(crate) desk: Desk,
@@ -193,7 +197,11 @@ impl Hall {
         };
         drop(place);
         let holder = session.holder;
-        let admitted = session.admit(socket, epoch, self.config.max_data_connections);
+        let most = match holder.is_disk() {
+            true => MOST_OF_A_DISK.min(self.config.max_data_connections),
+            false => self.config.max_data_connections,
+        };
+        let admitted = session.admit(socket, epoch, most);
         let admission = match admitted {
             Some(_) => Admission::Admitted,
             None => Admission::TooMany,

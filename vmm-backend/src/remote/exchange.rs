@@ -49,6 +49,8 @@ pub(super) struct Link {
     pub(super) renew_at: Instant,
     /// When it was greeted.
     pub(super) since: Instant,
+    /// The server has said that it is being stopped.
+    pub(super) is_closing: bool,
     /// Our address as the server sees it.
     pub(super) local: Option<IpAddr>,
     /// RDMA, where data goes over it.
@@ -116,8 +118,11 @@ impl Keeper {
                 _ => Err(self.broken(format!("a reply to request {id} out of order"))),
             },
             ServerMessage::Vacate { slab } if self.held.contains(&slab) => {
-                self.vacating.insert(slab);
-                self.tell(SessionEvent::Vacate { server, slab })
+                // Once: shards look through all of their pages for it.
+                match self.vacating.insert(slab) {
+                    true => self.tell(SessionEvent::Vacate { server, slab }),
+                    false => Ok(()),
+                }
             }
             ServerMessage::Vacate { slab } => {
                 // Of one whose key is awaited the owner is told once it has the slab.
@@ -126,6 +131,7 @@ impl Keeper {
                 }
                 Ok(())
             }
+            ServerMessage::Closing if std::mem::replace(&mut link.is_closing, true) => Ok(()),
             ServerMessage::Closing => self.tell(SessionEvent::Closing { server }),
             other @ (ServerMessage::Welcome(_) | ServerMessage::Refused(_)) => {
                 Err(self.broken(format!("{other:?} amid a session")))

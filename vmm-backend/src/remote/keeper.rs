@@ -337,6 +337,7 @@ impl Keeper {
             in_flight: VecDeque::new(),
             renew_at: now,
             since: now,
+            is_closing: false,
             local: greeted.local,
             verbs: greeted.verbs,
         };
