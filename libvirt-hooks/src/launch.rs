@@ -315,7 +315,7 @@ fn unit_of(run_dir: &Path) -> Option<BackendUnit> {
 
 /// Starts a backend that died again, with the arguments that it had; returns once it serves its guest.
 pub fn start_again(backend: &Path, run_dir: &Path, systemd: bool) -> Result<(), LaunchError> {
-    if let Some(unit) = unit_of(run_dir).filter(|_| systemd) {
+    if systemd && let Some(unit) = unit_of(run_dir) {
         unit.wait_for_end();
     }
     let mut started = start_program(backend, run_dir, systemd)?;

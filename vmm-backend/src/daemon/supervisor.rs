@@ -401,7 +401,7 @@ fn wait_for_process(process: &OwnedFd) -> io::Result<()> {
         let mut polled = [PollFd::new(process, PollFlags::IN)];
         match poll(&mut polled, None) {
             Ok(_) if !polled[0].revents().is_empty() => return Ok(()),
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
     }
@@ -429,7 +429,7 @@ fn lock(dir: &Path) -> anyhow::Result<File> {
     let mut locked = lock();
     // Whoever only looks whether somebody has it holds it for an instant.
     for _ in 0..LOOKERS {
-        if locked != Err(rustix::io::Errno::WOULDBLOCK) {
+        if locked != Err(Errno::WOULDBLOCK) {
             break;
         }
         std::thread::sleep(LOOKERS_PAUSE);
@@ -437,7 +437,7 @@ fn lock(dir: &Path) -> anyhow::Result<File> {
     }
     match locked {
         Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => anyhow::bail!(
+        Err(Errno::WOULDBLOCK) => anyhow::bail!(
             "a backend of this guest runs already in {}: is the guest running?",
             dir.display()
         ),

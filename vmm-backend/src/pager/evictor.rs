@@ -179,9 +179,7 @@ impl EvictionPorts for Hands<'_> {
             match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EINTR) => std::thread::sleep(MAPPING_PAUSE),
                 Some(libc::ESRCH | libc::ENOENT) => return Err(EvictionError::Gone),
-                _ => {
-                    return Err(refused(&error, "write-protecting"));
-                }
+                _ => return Err(refused(&error, "write-protecting")),
             }
         }
     }

@@ -243,8 +243,9 @@ impl Writer {
         self.shared.pace.queue_depth().get() as usize
     }
 
-    /// Whether a server may be sent another batch: slots of one that cannot take it would keep others from it. One of several gets no more than its part of staging:
-    /// while it does not answer, the others' pages need the rest.
+    /// Whether a server may be sent another batch: slots of one that cannot take it would keep others from it.
+    /// One of several gets no more than its part of staging: while it does not answer, the others' pages need
+    /// the rest.
     fn may_take(&self, server: ServerIndex) -> bool {
         if !self.is_reachable(server) || self.full[server] {
             return false;
@@ -263,6 +264,11 @@ impl Writer {
     /// Whether pages can be written to a server at all.
     fn is_reachable(&self, server: ServerIndex) -> bool {
         self.conns[server].is_some()
+    }
+
+    /// Slots left where pages can be written.
+    fn reachable_room(&self) -> u64 {
+        self.shared.slots.room(&|server| self.is_reachable(server))
     }
 
     fn may_any_take(&self) -> bool {
@@ -508,7 +514,7 @@ impl Writer {
         // No server lends more for now.
         self.want_kept_slots(waiting as u64);
         // Better there than that the guest waits for a server that has room.
-        if self.shared.slots.room(&|server| self.is_reachable(server)) == 0 {
+        if self.reachable_room() == 0 {
             self.submit(Slabs::Vacating);
         }
     }
@@ -524,8 +530,7 @@ impl Writer {
 
     /// Has pages that are in memory give up slots, where these are what others wait for.
     fn want_kept_slots(&self, waiting: u64) {
-        let room = self.shared.slots.room(&|server| self.is_reachable(server));
-        let missing = waiting.saturating_sub(room);
+        let missing = waiting.saturating_sub(self.reachable_room());
         if missing > 0 && self.shared.slots.want_back(missing) {
             self.shards.iter().for_each(Inbox::ring);
         }
