@@ -110,6 +110,10 @@ struct Supervisor<'a> {
     lender: Lender,
     pager: Option<Pid>,
     takeovers: u32,
+    /// Starts in a row that led to nothing.
+    useless: u32,
+    /// When a pager was last started.
+    started: Instant,
 }
 
 /// Runs the backend of one guest until that guest has ended. `arguments` are those after `run`.
@@ -139,6 +143,8 @@ pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCo
         lender,
         pager: None,
         takeovers: 0,
+        useless: 0,
+        started: Instant::now(),
     };
     supervisor.run()
 }
@@ -162,19 +168,19 @@ impl Supervisor<'_> {
                     prepare(self.flags.clone())
                         .inspect_err(|error| leave_reason(&self.dir, error))?;
                 }
-                while let Err(error) = self.start(self.programs.choose(0)) {
+                if let Err(error) = self.start(self.programs.choose(0)) {
                     if !self.guest_lives() {
                         return Err(error);
                     }
                     // Nobody starts a supervisor again that gave up.
-                    tracing::error!("{error:#}; it is tried again, for the guest lives");
-                    std::thread::sleep(LONGEST_PAUSE);
+                    tracing::error!("{error:#}");
+                    if let Some(concluded) = self.start_another(None) {
+                        return Ok(concluded);
+                    }
                 }
             }
         }
-        // Starts in a row that led to nothing.
-        let mut useless = 0;
-        let mut started = Instant::now();
+        self.started = Instant::now();
         loop {
             let status = match self.events.recv() {
                 Ok(Event::Signal(signal)) => {
@@ -191,25 +197,34 @@ impl Supervisor<'_> {
                 let error = self.become_anew();
                 tracing::error!(%error, "the installed program cannot be started");
             }
-            loop {
-                if !self.guest_lives() {
-                    return Ok(self.conclude(status));
-                }
-                let was_useful = started.elapsed() > LONG;
-                useless = if was_useful { 0 } else { useless + 1 };
-                tracing::error!(
-                    status = %Described(status),
-                    "the pager ended though its guest lives: it is started again"
-                );
-                self.pause(useless);
-                self.takeovers += 1;
-                // One that was killed did nothing wrong; one that gave up may know no better.
-                let refused = if code.is_some() { useless } else { 0 };
-                started = Instant::now();
-                match self.start(self.programs.choose(refused)) {
-                    Ok(()) => break,
-                    Err(error) => tracing::error!("{error:#}"),
-                }
+            if let Some(concluded) = self.start_another(status) {
+                return Ok(concluded);
+            }
+        }
+    }
+
+    /// Starts a pager in place of one that ended so, if it is known how, until that is done; if there is no guest
+    /// any more, how the supervisor ends.
+    fn start_another(&mut self, status: Option<ExitStatus>) -> Option<ExitCode> {
+        let gave_up = status.is_some_and(|status| status.code().is_some());
+        loop {
+            if !self.guest_lives() {
+                return Some(self.conclude(status));
+            }
+            let was_useful = self.started.elapsed() > LONG;
+            self.useless = if was_useful { 0 } else { self.useless + 1 };
+            tracing::error!(
+                status = %Described(status),
+                "the pager ended though its guest lives: it is started again"
+            );
+            self.pause(self.useless);
+            self.takeovers += 1;
+            // One that was killed did nothing wrong; one that gave up may know no better.
+            let refused = if gave_up { self.useless } else { 0 };
+            self.started = Instant::now();
+            match self.start(self.programs.choose(refused)) {
+                Ok(()) => return None,
+                Err(error) => tracing::error!("{error:#}"),
             }
         }
     }
