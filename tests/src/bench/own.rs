@@ -24,8 +24,21 @@ pub const HELPER_BY_ALLOWED: &str = "helper's memory ÷ (32 bytes a page + 64 Mi
 /// Name of a fault that 2 MiB come for.
 pub const HUGE_FAULT: &str = "remote fault of a huge page";
 
-/// Faults that are measured at a time beside a vCPU that reads in order.
+/// Names of what a vCPU notices of a limit that falls.
+pub const HELD_AT_REST: &str = "held page, at rest";
+/// The same, meanwhile.
+pub const HELD_MEANWHILE: &str = "held page, tuning down";
+/// Where it uses pages that are on the server.
+pub const FAULT_AT_REST: &str = "remote fault, before tuning down";
+/// The same, meanwhile.
+pub const FAULT_MEANWHILE: &str = "remote fault, tuning down";
+
+/// Faults that are measured at a time beside something else.
 const BESIDE_FAULTS: u64 = 100;
+/// How often so many are, before a limit falls.
+const AT_REST: usize = 10;
+/// MiB that are on the server then.
+const AWAY_MIB: u64 = 32;
 
 /// How often pages are made to come and go at the limit before that is measured.
 const MOST_WARMUPS: u64 = 8;
@@ -270,51 +283,93 @@ pub fn measure_tuning(session: &mut Session) -> Result<()> {
     command(&mut guest, "fill", json!({"page": 0, "pages": pages}))?;
     let held = json!({"page": pages - HELD_PAGES, "pages": HELD_PAGES, "seconds": HOLD_SECONDS});
     let at_rest = Latencies::from_json(&command(&mut guest, "hold", held.clone())?["latencies"])?;
-    let (mut meanwhile, mut faults) = (Latencies::default(), 0);
-    let limit = REST_MIB << 20;
+    let (reached, answers) = tune_down(&mut guest, REST_MIB << 20, "hold", &held)?;
+    session.results.note("tuned down by", "MiB", down as f64);
+    let evicted = ((down << 20) / PAGE) as f64;
+    let rate = evicted / reached.as_secs_f64();
+    session.results.note("tuning down", "pages/s", rate);
+    let faults = answers.iter().filter_map(|held| held["faults"].as_u64());
+    let faults = faults.sum::<u64>() as f64;
+    session
+        .results
+        .note("faults of held pages meanwhile", "", faults);
+    note_all(session, HELD_AT_REST, &at_rest);
+    note_all(session, HELD_MEANWHILE, &latencies_of(&answers)?);
+    guest.end(&[&session.server])
+}
+
+/// A limit that falls, and what a vCPU notices that uses pages which are on the server.
+pub fn measure_faults_while_tuning(session: &mut Session, round: usize) -> Result<()> {
+    let there = session.settings.tune_mib + REST_MIB;
+    let mut guest = session.guest(AWAY_MIB + there, 1, there << 20)?;
+    let pages = guest.pages();
+    command(&mut guest, "fill", json!({"page": 0, "pages": pages}))?;
+    guest.settle()?;
+    let seed = session.settings.seed + round as u64;
+    // Those that were filled first have left.
+    let away = (AWAY_MIB << 20) / PAGE;
+    let order = json!({"page": 0, "pages": away, "count": BESIDE_FAULTS, "seed": seed});
+    let mut at_rest = Vec::new();
+    for _ in 0..AT_REST {
+        at_rest.push(command(&mut guest, "probe", order.clone())?);
+    }
+    let (_, meanwhile) = tune_down(&mut guest, REST_MIB << 20, "probe", &order)?;
+    note_all(session, FAULT_AT_REST, &latencies_of(&at_rest)?);
+    note_all(session, FAULT_MEANWHILE, &latencies_of(&meanwhile)?);
+    guest.end(&[&session.server])
+}
+
+/// Has a vCPU do something over and over while its guest's limit falls: how long it took until no more was in
+/// memory, and what the vCPU answered.
+fn tune_down(
+    guest: &mut Guest,
+    limit: u64,
+    action: &str,
+    order: &Value,
+) -> Result<(Duration, Vec<Value>)> {
+    let (mut answers, mut reached) = (Vec::new(), None);
     let began = Instant::now();
     guest.tune(limit)?;
-    let mut reached = None;
-    while reached.is_none() {
-        let asked = guest.send(0, "hold", held.clone())?;
-        let kept = loop {
+    loop {
+        let asked = guest.send(0, action, order.clone())?;
+        let answer = loop {
             let status = guest.status()?;
             if reached.is_none() && status.local_bytes() <= limit {
                 reached = Some(began.elapsed());
             }
-            if let Some(kept) = guest.vmm.poll(asked)? {
-                break kept;
+            if let Some(answer) = guest.vmm.poll(asked)? {
+                break answer;
             }
             ensure!(
                 began.elapsed() < PATIENCE,
-                "the vCPU does not let go of its pages"
+                "the vCPU does not end: {}",
+                guest.log()
             );
             std::thread::sleep(TUNING_GLANCE);
         };
-        meanwhile.add(&Latencies::from_json(&kept["latencies"])?);
-        faults += kept["faults"].as_u64().unwrap_or(0);
+        answers.push(answer);
+        if let Some(reached) = reached {
+            return Ok((reached, answers));
+        }
         ensure!(began.elapsed() < PATIENCE, "the limit was not reached");
     }
-    session.results.note("tuned down by", "MiB", down as f64);
-    let seconds = reached.unwrap_or_default().as_secs_f64();
-    let evicted = ((down << 20) / PAGE) as f64;
-    session
-        .results
-        .note("tuning down", "pages/s", evicted / seconds);
-    session
-        .results
-        .note("faults of held pages meanwhile", "", faults as f64);
-    for (name, latencies) in [
-        ("held page, at rest", at_rest),
-        ("held page, tuning down", meanwhile),
-    ] {
-        session.note_latencies(name, &latencies);
-        for (which, percent) in [("p99.9", 99.9), ("longest", 100.0)] {
-            let us = latencies.us(percent);
-            session.results.note(&format!("{name} {which}"), "µs", us);
-        }
+}
+
+fn latencies_of(answers: &[Value]) -> Result<Latencies> {
+    let mut all = Latencies::default();
+    for answer in answers {
+        all.add(&Latencies::from_json(&answer["latencies"])?);
     }
-    guest.end(&[&session.server])
+    Ok(all)
+}
+
+/// Notes latencies with the rarest of them.
+fn note_all(session: &mut Session, name: &str, latencies: &Latencies) {
+    session.note_latencies(name, latencies);
+    for (which, percent) in [("p99.9", 99.9), ("longest", 100.0)] {
+        let us = latencies.us(percent);
+        session.results.note(&format!("{name} {which}"), "µs", us);
+    }
 }
 
 /// Has the guest's first vCPU do something, however long it takes.

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::baseline::PARTLY_LOCAL;
 use super::batches::BATCHES;
 use super::contest::OUTRAM;
-use super::own::floor_beside;
+use super::own::{FAULT_AT_REST, FAULT_MEANWHILE, HELD_AT_REST, HELD_MEANWHILE, floor_beside};
 use super::replay::{self, By, Replay};
 use super::results::Results;
 use super::statistics::Spread;
@@ -181,8 +181,14 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
     for which in ["p99", "p99.9", "longest"] {
         push(
             &format!("use of a held page, {which}: tuning down ÷ at rest"),
-            of(&format!("held page, tuning down {which}")),
-            of(&format!("held page, at rest {which}")),
+            of(&format!("{HELD_MEANWHILE} {which}")),
+            of(&format!("{HELD_AT_REST} {which}")),
+            true,
+        );
+        push(
+            &format!("remote fault, {which}: tuning down ÷ before"),
+            of(&format!("{FAULT_MEANWHILE} {which}")),
+            of(&format!("{FAULT_AT_REST} {which}")),
             true,
         );
     }

@@ -172,6 +172,7 @@ impl Session {
             own::measure_faults(&mut self, round)?;
             own::measure_huge_faults(&mut self, round)?;
             own::measure_tuning(&mut self)?;
+            own::measure_faults_while_tuning(&mut self, round)?;
             self.keep()?;
         }
         if self.settings.workload_mib > 0 {

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::baseline::{NBD, SWAP_FILE, ZRAM};
 use super::contest::{OUTRAM, STATED, STATED_COMPUTE, label};
-use super::own::{HELPER_ALLOWED, HELPER_BY_ALLOWED, floor_beside};
+use super::own::{FAULT_AT_REST, HELD_AT_REST, HELPER_ALLOWED, HELPER_BY_ALLOWED, floor_beside};
 use super::ratios::{BY_EVICTION_FLOOR, PAGING, by_least, by_lru, eviction_floor};
 use super::replay::{By, least_seconds};
 use super::results::Results;
@@ -320,7 +320,7 @@ impl Table<'_> {
     }
 
     fn helper(&self) -> Vec<Target> {
-        let down = "use of a held page, p99: tuning down ÷ at rest";
+        let held = "use of a held page, p99: tuning down ÷ at rest";
         vec![
             self.figure(
                 "P6",
@@ -344,7 +344,18 @@ impl Table<'_> {
                     unit: "pages/s".to_owned(),
                 }),
             ),
-            self.paging("P7", down, Bound::AtMost(1.5), &["held page, at rest p99"]),
+            self.paging(
+                "P7",
+                held,
+                Bound::AtMost(1.5),
+                &[&format!("{HELD_AT_REST} p99")],
+            ),
+            self.paging(
+                "P7",
+                "remote fault, p99: tuning down ÷ before",
+                Bound::AtMost(1.5),
+                &[&format!("{FAULT_AT_REST} p99")],
+            ),
         ]
     }
 

@@ -17,6 +17,8 @@ pub struct Budget {
     /// Of how many pages of the limit one of them is, in between.
     of_pages: u64,
     limit: AtomicU64,
+    /// In half pages: up to where faults find room while more is used than the limit. It falls with all that goes.
+    ceiling: AtomicU64,
     used: AtomicU64,
     evicting: AtomicU64,
     waiting: AtomicU64,
@@ -38,6 +40,7 @@ impl Budget {
             // What is reserved is missed. A huge page ahead of need takes far more of it than a window of others.
             of_pages: if size.is_huge() { 16 } else { 64 },
             limit: AtomicU64::new(limit),
+            ceiling: AtomicU64::new(0),
             used: AtomicU64::new(0),
             evicting: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
@@ -52,9 +55,13 @@ impl Budget {
         (limit / self.of_pages).clamp(least, *self.reserve.end())
     }
 
-    /// Changes the limit. Shards evict down to it on their own.
+    /// Changes the limit. Shards evict down to it on their own, and no more is used meanwhile than now.
     pub fn set_limit(&self, pages: u64) {
-        self.limit.store(pages, Ordering::Relaxed);
+        let used = self.used();
+        let ceiling = if used > pages { 2 * used } else { 0 };
+        // First: an old one never counts beside a new limit.
+        self.ceiling.store(ceiling, Ordering::SeqCst);
+        self.limit.store(pages, Ordering::SeqCst);
     }
 
     /// The limit in pages.
@@ -70,28 +77,62 @@ impl Budget {
     /// Whether faults wait though there is room. Either the shard that gives room back sees who
     /// waits, or the one that starts to wait sees the room: hence the total order of both counts.
     pub fn is_room_waited_for(&self) -> bool {
-        self.used() < self.limit() && self.waiting() > 0
+        self.has_room() && self.waiting() > 0
     }
 
-    /// Counts `pages` more if they fit under the limit.
+    /// Whether a page more can be counted.
+    pub fn has_room(&self) -> bool {
+        self.used() < self.most()
+    }
+
+    /// Counts `pages` more if they fit under the limit; or, while more is used than that, in place of half as
+    /// many of those that went meanwhile. So nobody waits until all of the excess has gone.
     pub fn acquire(&self, pages: u64) -> bool {
-        let limit = self.limit();
+        let most = self.most();
         self.used
             .fetch_update(Ordering::AcqRel, Ordering::Relaxed, |used| {
-                used.checked_add(pages).filter(|used| *used <= limit)
+                used.checked_add(pages).filter(|used| *used <= most)
             })
             .is_ok()
     }
 
+    fn most(&self) -> u64 {
+        self.limit().max(self.ceiling.load(Ordering::SeqCst) / 2)
+    }
+
     /// Counts pages that are there whether they fit or not (found populated at the start).
     pub fn force(&self, pages: u64) {
-        self.used.fetch_add(pages, Ordering::AcqRel);
+        let used = self.used.fetch_add(pages, Ordering::AcqRel) + pages;
+        if used > self.limit() {
+            self.ceiling.fetch_max(2 * used, Ordering::SeqCst);
+        }
     }
 
     /// Takes back what was counted.
     pub fn release(&self, pages: u64) {
         let before = self.used.fetch_sub(pages, Ordering::SeqCst);
         assert!(before >= pages, "more pages released than were counted");
+        let ceiling = self.ceiling.load(Ordering::SeqCst);
+        if ceiling > 0 {
+            self.lower_ceiling(pages, before - pages);
+        }
+    }
+
+    /// Half of what goes is for the excess to become less. Of the other half, no more is kept for faults to come
+    /// than is at any time; and nothing once the limit is reached.
+    #[cold]
+    fn lower_ceiling(&self, released: u64, used: u64) {
+        let limit = self.limit();
+        let most = match used > limit {
+            true => 2 * (used + self.reserve_of(limit)),
+            false => 0,
+        };
+        let lowered = self
+            .ceiling
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |ceiling| {
+                Some(ceiling.saturating_sub(released).min(most))
+            });
+        debug_assert!(lowered.is_ok(), "it is always given a value");
     }
 
     /// Room that pages which nobody waits for yet may take: as long as a quarter of the reserve is left to
@@ -193,6 +234,46 @@ mod tests {
         assert_eq!(budget.shortage(), 501);
         budget.start_evicting(501);
         assert_eq!(budget.shortage(), 0);
+    }
+
+    #[test]
+    fn above_a_lowered_limit_half_of_what_goes_is_room() {
+        let budget = Budget::new(100_000, PageSize::BASE);
+        assert!(budget.acquire(100_000));
+        budget.set_limit(10_000);
+        assert!(!budget.acquire(1), "nothing has gone yet");
+        let (mut gone, mut came) = (0, 0);
+        while budget.used() > 10_000 {
+            budget.release(1);
+            gone += 1;
+            came += u64::from(budget.acquire(1));
+        }
+        assert!(came.abs_diff(gone / 2) <= 1, "{came} for {gone}");
+        assert!(!budget.has_room(), "the limit counts once it is reached");
+    }
+
+    #[test]
+    fn what_nobody_took_of_the_room_above_a_limit_is_not_kept() {
+        let budget = Budget::new(100_000, PageSize::BASE);
+        assert!(budget.acquire(100_000));
+        budget.set_limit(10_000);
+        budget.release(80_000);
+        let reserve = budget.reserve_of(10_000);
+        assert!(budget.acquire(reserve));
+        assert!(!budget.acquire(1));
+        budget.release(10_000 + reserve);
+        assert_eq!(budget.used(), 10_000);
+        assert!(!budget.acquire(1));
+    }
+
+    #[test]
+    fn what_was_found_populated_above_the_limit_leaves_room_as_it_goes() {
+        let budget = Budget::new(10, PageSize::BASE);
+        budget.force(20);
+        assert!(!budget.acquire(1));
+        budget.release(2);
+        assert!(budget.acquire(1));
+        assert!(!budget.acquire(1));
     }
 
     #[test]

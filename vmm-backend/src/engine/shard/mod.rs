@@ -449,7 +449,7 @@ impl<P: Ports> Shard<P> {
     pub fn pump(&mut self) {
         self.retry();
         self.look_into_pool();
-        while self.shared.budget.used() < self.shared.budget.limit() {
+        while self.shared.budget.has_room() {
             let Some(page) = self.waiting_for_room.pop_front() else {
                 break;
             };
