@@ -31,7 +31,7 @@ mod table;
 pub(crate) mod tests;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Duration;
 
 use outram_wire::causes::with_causes;
@@ -369,7 +369,7 @@ impl FarDisk {
         if let Some(opened) = self.opened() {
             return opened;
         }
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let _opening = self.begin_opening(interrupt)?;
         loop {
             // Another may have opened it while the lock was waited for.
             if let Some(opened) = self.opened() {
@@ -397,6 +397,20 @@ impl FarDisk {
                     tracing::error!("the far-memory disk cannot be opened: {reason}");
                     self.settle(Access::Failed(reason));
                 }
+            }
+        }
+    }
+
+    /// Waits for whoever opens the disk, who may be waiting for servers.
+    fn begin_opening(&self, interrupt: &Interrupt<'_>) -> Result<MutexGuard<'_, ()>, DiskFault> {
+        loop {
+            match self.opening.try_lock() {
+                Ok(opening) => return Ok(opening),
+                Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if interrupt.is_wanted() => {
+                    return Err(DiskFault::Interrupted);
+                }
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
             }
         }
     }

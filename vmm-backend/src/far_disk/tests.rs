@@ -482,6 +482,32 @@ fn a_request_to_a_server_out_of_reach_waits_and_can_be_interrupted() {
 }
 
 #[test]
+fn who_waits_for_another_to_open_the_disk_can_be_interrupted() {
+    let world = World::new(&[SLAB]);
+    world.create().end(true);
+    world.gates[0].shut(true);
+    let disk = incoming(world.config());
+    let flags = [AtomicBool::new(false), AtomicBool::new(false)];
+    let read = |flag| disk.read(0, &mut [0; 4096], &Interrupt::by(flag));
+    thread::scope(|scope| {
+        let opener = scope.spawn(|| read(&flags[0]));
+        world.eventually("it is being opened", || disk.opening.try_lock().is_err());
+        let other = scope.spawn(|| read(&flags[1]));
+        flags[1].store(true, Ordering::Release);
+        let deadline = std::time::Instant::now() + PATIENCE;
+        while !other.is_finished() && std::time::Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let is_alone = other.is_finished() && !opener.is_finished();
+        flags[0].store(true, Ordering::Release);
+        assert!(is_alone, "it waits for the one that opens the disk");
+        for asked in [opener, other] {
+            assert_eq!(asked.join().expect("no panic"), Err(DiskFault::Interrupted));
+        }
+    });
+}
+
+#[test]
 fn a_disk_is_not_claimed_with_other_servers_or_another_size() {
     let world = World::new(&[SLAB, SLAB]);
     let disk = world.create();
