@@ -98,7 +98,7 @@ impl Generation {
 }
 
 /// A place for a page in the staging area.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StagingSlot(pub u32);
 
 /// A place for a page on the memory servers: a group of slabs (one (group, slot) finds every

@@ -76,22 +76,14 @@ impl Housekeeping {
                 .set_connected(server, is_connected && session.lease_valid());
         }
         self.promises.look();
-        if self.give_staging_back() {
+        if self
+            .staging
+            .backing()
+            .give_back_retired(&self.shared.staging)
+        {
             self.rule.apply(&self.shared);
             self.shards.iter().for_each(Inbox::ring);
         }
-    }
-
-    /// Whether there was memory of staging that nobody needs.
-    fn give_staging_back(&self) -> bool {
-        let backing = self.staging.backing();
-        let retired = self.shared.staging.drain_retired();
-        for slot in &retired {
-            if let Err(error) = backing.give_back(*slot) {
-                tracing::warn!(%error, "memory of a staging slot is not given back");
-            }
-        }
-        !retired.is_empty()
     }
 
     fn hear(&mut self, event: SessionEvent) {

@@ -204,13 +204,13 @@ impl Pager {
         before: &Standing,
         next: &Standing,
     ) -> Result<Backing<'_>, LimitError> {
-        let staging_pages = next.sizes().staging_pages;
+        let [before, next] = [before, next].map(|standing| standing.sizes().staging_pages);
         let backing = self.staging.backing();
-        if staging_pages > before.sizes().staging_pages {
-            backing
-                .back(0, staging_pages)
-                .map_err(LimitError::Staging)?;
-        }
+        // No more than what is new: where the kernel has too little memory, it takes back what it had given
+        // within the range that it was asked for.
+        backing
+            .back(before, next.saturating_sub(before))
+            .map_err(LimitError::Staging)?;
         Ok(backing)
     }
 
@@ -224,6 +224,8 @@ impl Pager {
             Course::Homing | Course::Leaving | Course::Released => (next.ram_pages(), 0),
         };
         self.shared.staging.set_capacity(sizes.staging_pages);
+        // At once: what staging still has is taken off the limit.
+        backing.give_back_retired(&self.shared.staging);
         drop(backing);
         self.shared.slots.set_keep_allowance(sizes.keep_pages);
         self.pin_gate.set_limit(sizes.limit_pages);

@@ -25,6 +25,7 @@ use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::record::Records;
 use crate::engine::recovery::StagedBytes;
+use crate::engine::staging::StagingPool;
 use crate::engine::table::{ENTRY_WORDS, TABLE_VERSION, Words};
 use crate::engine::{PageIndex, PageRun, PageSize, StagingSlot};
 use crate::holes::data_in;
@@ -536,9 +537,21 @@ impl Backing<'_> {
         )?)
     }
 
-    /// Gives the memory of an unused slot back.
-    pub(super) fn give_back(&self, slot: StagingSlot) -> io::Result<()> {
-        let (offset, length) = self.area.range(slot.0, 1);
+    /// Gives back the memory of slots that were retired since the last time; whether there were any.
+    pub(super) fn give_back_retired(&self, pool: &StagingPool) -> bool {
+        let mut retired = pool.drain_retired();
+        retired.sort_unstable();
+        for run in retired.chunk_by(|slot, next| slot.0 + 1 == next.0) {
+            if let Err(error) = self.give_back(run[0], run.len() as u32) {
+                tracing::warn!(%error, "memory of staging slots is not given back");
+            }
+        }
+        !retired.is_empty()
+    }
+
+    /// Gives the memory of unused slots back.
+    pub(super) fn give_back(&self, first: StagingSlot, count: u32) -> io::Result<()> {
+        let (offset, length) = self.area.range(first.0, count);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(
             &self.area.file,

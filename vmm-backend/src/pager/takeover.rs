@@ -450,7 +450,7 @@ fn fit_staging(shared: &Shared, staging: &StagingArea, capacity: u32) -> io::Res
         .map(|slot| slot.0)
         .collect();
     for slot in (capacity..staging.slots()).filter(|slot| !held.contains(slot)) {
-        backing.give_back(StagingSlot(slot))?;
+        backing.give_back(StagingSlot(slot), 1)?;
     }
     Ok(())
 }
