@@ -108,10 +108,8 @@ pub(super) struct Writer {
     /// Servers whose connection takes no more before it has sent some of what it has.
     full: Vec<bool>,
     leases: Vec<Lease>,
-    /// Pages to be written, not claimed yet.
+    /// Pages to be written.
     queue: VecDeque<Order>,
-    /// Pages claimed, whose write has to be started (again).
-    claimed: VecDeque<Order>,
     in_flight: HashMap<u64, Batch>,
     next_batch: u64,
     /// Where a batch's pages are sealed.
@@ -140,7 +138,6 @@ impl Writer {
             messages,
             gauges: Arc::default(),
             queue: VecDeque::new(),
-            claimed: VecDeque::new(),
             in_flight: HashMap::new(),
             next_batch: 0,
             sealed: Vec::new(),
@@ -219,10 +216,6 @@ impl Writer {
     fn claim(&mut self, most: usize) -> Vec<Order> {
         let mut orders = Vec::with_capacity(most);
         while orders.len() < most {
-            if let Some(order) = self.claimed.pop_front() {
-                orders.push(order);
-                continue;
-            }
             let Some(order) = self.queue.pop_front() else {
                 break;
             };
@@ -286,12 +279,12 @@ impl Writer {
                 Slabs::Lasting => self.shared.slots.allocate(orders.len(), &may_take),
                 Slabs::Vacating => self.shared.slots.allocate_vacating(orders.len(), &may_take),
             };
-            let placed = slots.len();
-            self.claimed.extend(&orders[placed..]);
+            let (orders, unplaced) = orders.split_at(slots.len());
+            self.put_back(unplaced);
             let mut by_server: Vec<Batch> = Vec::new();
-            for (order, slot) in orders.into_iter().zip(slots) {
+            for (&order, slot) in orders.iter().zip(slots) {
                 let Some(Place { slab, .. }) = self.shared.slots.place(slot) else {
-                    self.claimed.push_back(order);
+                    self.put_back(&[order]);
                     continue;
                 };
                 match by_server
@@ -371,9 +364,24 @@ impl Writer {
 
     /// Frees a batch's slots; its pages are written again later.
     fn take_back(&mut self, batch: Batch) {
-        for (order, slot) in batch.orders {
-            self.shared.slots.free(slot);
-            self.claimed.push_back(order);
+        let (orders, slots): (Vec<_>, Vec<_>) = batch.orders.into_iter().unzip();
+        slots
+            .into_iter()
+            .for_each(|slot| self.shared.slots.free(slot));
+        self.put_back(&orders);
+    }
+
+    /// Has pages that were claimed wait again, before all others. Where one was taken back by its guest
+    /// meanwhile, its place in staging is free now, and shards may be waiting for that.
+    fn put_back(&mut self, orders: &[Order]) {
+        let staging = &self.shared.staging;
+        let held = |order: &&Order| staging.end_write(order.page.staging);
+        let waiting: Vec<Order> = orders.iter().filter(held).copied().collect();
+        if waiting.len() < orders.len() {
+            self.shards.iter().for_each(Inbox::ring);
+        }
+        for order in waiting.into_iter().rev() {
+            self.queue.push_front(order);
         }
     }
 
@@ -457,7 +465,7 @@ impl Writer {
     /// Asks for a slab while the room left is less than a few batches and pages wait, or are to be moved.
     fn lease_ahead(&mut self) {
         let batch = self.batch_pages();
-        let waiting = self.claimed.len() + self.queue.len();
+        let waiting = self.queue.len();
         let wanting = waiting + self.in_flight.len() * batch;
         let slots = &self.shared.slots;
         let has_to_move = slots.vacating_pages() > 0;
@@ -680,6 +688,45 @@ mod tests {
         assert_eq!(staged.page, page.page);
         let place = world.shared.slots.place(slot).expect("its slab is leased");
         assert_eq!(place.slab, world.slabs[1]);
+    }
+
+    #[test]
+    fn a_page_taken_back_from_a_batch_that_is_lost_leaves_its_place_to_others() {
+        let world = World::new();
+        let (shard, heard) = inbox().expect("an eventfd");
+        let (_orders, messages) = inbox().expect("an eventfd");
+        let mut writer = Writer::new(
+            Arc::clone(&world.shared),
+            Arc::clone(&world.staging),
+            Arc::clone(&world.sessions),
+            vec![shard],
+            messages,
+        );
+        let staging = &world.shared.staging;
+        let all = staging.available();
+        let tickets = staging.take(2).expect("free slots");
+        let mut orders = Vec::new();
+        for (page, ticket) in (7..).zip(&tickets) {
+            assert!(staging.start_write(*ticket));
+            let page = StagedPage {
+                page: PageIndex(page),
+                staging: *ticket,
+                generation: Generation(0),
+                is_sealed: true,
+            };
+            let slot = world.shared.slots.allocate(1, &|_| true)[0];
+            orders.push((Order { shard: 0, page }, slot));
+        }
+        writer.in_flight.insert(1, Batch { server: 1, orders });
+        // The guest wants the first of them back.
+        staging.release(tickets[0].slot);
+        assert_eq!(staging.available(), all - 2);
+        writer.drop_conn(1);
+        assert_eq!(staging.available(), all - 1);
+        let rung = rustix::io::read(heard.as_fd(), &mut [0; 8]);
+        assert!(rung.is_ok(), "shards are not told of a free place");
+        let waiting: Vec<u32> = writer.queue.iter().map(|order| order.page.page.0).collect();
+        assert_eq!(waiting, [8]);
     }
 
     #[test]
