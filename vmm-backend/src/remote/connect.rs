@@ -195,6 +195,14 @@ impl Dialer {
         }
     }
 
+    /// Ends a wait for an answer in place of which a server says other things without end.
+    fn check_time(&self, deadline: Instant) -> Result<(), RemoteError> {
+        match Instant::now() < deadline {
+            true => Ok(()),
+            false => Err(self.control_error(ChannelError::TimedOut("answer"))),
+        }
+    }
+
     /// Opens a data connection with a token that was obtained over control.
     pub(super) fn data(&self, token: &Token) -> Result<DataConn, RemoteError> {
         let deadline = Instant::now() + self.timing.connect;
@@ -284,7 +292,9 @@ impl Dialer {
                         other => Err(self.protocol(format!("{other:?} to a reservation"))),
                     };
                 }
-                ServerMessage::Vacate { .. } | ServerMessage::Closing => {}
+                ServerMessage::Vacate { .. } | ServerMessage::Closing => {
+                    self.check_time(deadline)?;
+                }
                 other => return Err(self.protocol(format!("{other:?} instead of a reservation"))),
             }
         }
@@ -309,7 +319,7 @@ impl Dialer {
                     };
                 }
                 // Answers to what was asked before are of no interest any more.
-                _ => {}
+                _ => self.check_time(deadline)?,
             }
         }
     }

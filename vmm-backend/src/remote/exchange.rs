@@ -19,6 +19,10 @@ use super::opener::{Agreed, Opening};
 use super::verbs::{Half, Other, Verbs};
 use super::{RemoteError, SessionEvent};
 
+/// Requests on their way at most: their answers fit into what the sockets hold, for nobody reads while all of
+/// them are sent.
+const MOST_IN_FLIGHT: usize = 64;
+
 /// What an answer is awaited for.
 pub(super) enum Asked {
     Renew,
@@ -46,6 +50,8 @@ pub(super) struct Link {
     pub(super) channel: Channel,
     pub(super) next_id: u64,
     pub(super) in_flight: VecDeque<InFlight>,
+    /// To be asked after those.
+    pub(super) waiting: VecDeque<Asked>,
     pub(super) renew_at: Instant,
     /// When it was greeted.
     pub(super) since: Instant,
@@ -60,25 +66,46 @@ pub(super) struct Link {
 impl Link {
     /// Bytes that the server was last asked to promise, if it has not answered yet.
     pub(super) fn promise_under_way(&self) -> Option<u64> {
-        let promise = |request: &InFlight| match request.asked {
-            Asked::Reserve(bytes, _) | Asked::ReserveMore(bytes) => Some(bytes),
+        let promise = |asked: &Asked| match asked {
+            Asked::Reserve(bytes, _) | Asked::ReserveMore(bytes) => Some(*bytes),
             _ => None,
         };
-        self.in_flight.iter().rev().find_map(promise)
+        self.asked().filter_map(promise).last()
+    }
+
+    /// All that is not answered yet, in its order.
+    fn asked(&self) -> impl Iterator<Item = &Asked> {
+        let in_flight = self.in_flight.iter().map(|request| &request.asked);
+        in_flight.chain(&self.waiting)
     }
 
     /// Whether a slab was leased that the owner learns of once it has its key.
     fn awaits_key(&self, slab: SlabId) -> bool {
         let mut unnamed = self.verbs.iter().flat_map(|verbs| &verbs.unnamed);
-        let mut in_flight = self.in_flight.iter();
         unnamed.any(|waiting| *waiting == (slab, true))
-            || in_flight
-                .any(|request| matches!(request.asked, Asked::Key(asked, true) if asked == slab))
+            || self
+                .asked()
+                .any(|asked| matches!(asked, Asked::Key(asked, true) if *asked == slab))
     }
 }
 
 impl Keeper {
     pub(super) fn ask(&mut self, link: &mut Link, asked: Asked) -> Result<(), LinkEnd> {
+        link.waiting.push_back(asked);
+        self.send_waiting(link)
+    }
+
+    /// Sends what waits, as far as answers may be awaited.
+    fn send_waiting(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
+        while link.in_flight.len() < MOST_IN_FLIGHT
+            && let Some(asked) = link.waiting.pop_front()
+        {
+            self.send(link, asked)?;
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, link: &mut Link, asked: Asked) -> Result<(), LinkEnd> {
         let request = match &asked {
             Asked::Renew => Request::Renew,
             Asked::Reserve(bytes, _) | Asked::ReserveMore(bytes) => {
@@ -113,6 +140,7 @@ impl Keeper {
                     if let Some(next) = link.in_flight.front_mut() {
                         next.answer_by = Instant::now() + self.dialer.timing.answer;
                     }
+                    self.send_waiting(link)?;
                     self.take_reply(link, in_flight, reply)
                 }
                 _ => Err(self.broken(format!("a reply to request {id} out of order"))),

@@ -12,7 +12,9 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use outram_wire::causes::with_causes;
 use outram_wire::server::channel::{ChannelError, EventFd, Received};
 use outram_wire::server::clock::BootTime;
-use outram_wire::server::{DiskWelcome, InstanceId, Purpose, Refusal, SlabId, Welcome};
+use outram_wire::server::{
+    DiskWelcome, InstanceId, Purpose, Refusal, ServerMessage, SlabId, Welcome,
+};
 use outram_wire::verbs::Presence;
 
 use super::connect::{Dialer, Greeted};
@@ -304,8 +306,9 @@ impl Keeper {
         };
         self.generation.fetch_add(1, Ordering::AcqRel);
         self.retry_roles.clear();
-        for in_flight in link.in_flight {
-            if let Asked::Reserve(_, Some(answer)) = in_flight.asked {
+        let in_flight = link.in_flight.into_iter().map(|request| request.asked);
+        for asked in in_flight.chain(link.waiting) {
+            if let Asked::Reserve(_, Some(answer)) = asked {
                 let _ = answer.send(Err(RemoteError::Disconnected(self.dialer.address.clone())));
             }
         }
@@ -322,8 +325,24 @@ impl Keeper {
         let deadline = retries.chain(awaited).fold(link.renew_at, Instant::min);
         let received = link.channel.receive(deadline, Some(&self.shared.waker));
         match received.map_err(|source| self.failed(source))? {
-            Received::Message(message) => self.take(link, message),
-            Received::TimedOut | Received::Woken => Ok(()),
+            Received::Message(message) => {
+                if !matches!(message, ServerMessage::Reply { .. }) {
+                    self.check_overdue(link)?;
+                }
+                self.take(link, message)
+            }
+            Received::TimedOut => self.check_overdue(link),
+            Received::Woken => Ok(()),
+        }
+    }
+
+    /// To be called once it is known that the answer has not come: this process may have stood still itself.
+    fn check_overdue(&self, link: &Link) -> Result<(), LinkEnd> {
+        match link.in_flight.front() {
+            Some(first) if first.answer_by <= Instant::now() => {
+                Err(self.failed(ChannelError::TimedOut("answer")))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -335,6 +354,7 @@ impl Keeper {
             channel: greeted.channel,
             next_id: 1,
             in_flight: VecDeque::new(),
+            waiting: VecDeque::new(),
             renew_at: now,
             since: now,
             is_closing: false,
@@ -507,14 +527,9 @@ impl Keeper {
         self.generation.load(Ordering::Acquire) == generation
     }
 
-    /// Does what is due: renewals, roles to be tried again, answers overdue.
+    /// Does what is due: renewals, roles to be tried again.
     fn keep_time(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
         let now = Instant::now();
-        if let Some(first) = link.in_flight.front()
-            && first.answer_by <= now
-        {
-            return Err(self.failed(ChannelError::TimedOut("answer")));
-        }
         if link.renew_at <= now {
             self.look_at_device(link)?;
             link.renew_at = now + self.dialer.timing.renew.min(self.lease / 3);
