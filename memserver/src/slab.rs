@@ -27,6 +27,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use outram_wire::logging::Seldom;
 use outram_wire::units::PAGE_SIZE;
 use outram_wire::verbs::{Access, Domain, Region, Remote, VerbsError};
 
@@ -249,7 +250,24 @@ impl Drop for Slab {
         // SAFETY: the mapping is ours, was not unmapped before, and no `Piece` refers to it any
         // more, for each holds an `Arc` of the slab.
         let unmapped = unsafe { libc::munmap(mapping, bytes) };
-        debug_assert_eq!(unmapped, 0, "a whole own mapping can be unmapped");
+        if unmapped != 0 {
+            // One mapping more would be too many for the system: where neighbours are kept as one, taking out the
+            // middle leaves two.
+            let error = io::Error::last_os_error();
+            // SAFETY: the range is our own mapping, to which nobody refers.
+            let emptied = unsafe { libc::madvise(mapping, bytes, libc::MADV_DONTNEED) };
+            static NOT_UNMAPPED: Seldom = Seldom::new();
+            if NOT_UNMAPPED.is_due() {
+                match emptied {
+                    0 => {
+                        tracing::warn!(%error, "a slab's memory is given back, its addresses are not: raise vm.max_map_count")
+                    }
+                    _ => {
+                        tracing::error!(%error, "a slab's memory is not given back: raise vm.max_map_count")
+                    }
+                }
+            }
+        }
         for count in [&self.counts.server, &self.counts.client] {
             count.fetch_sub(self.bytes as u64, Ordering::AcqRel);
         }
