@@ -331,6 +331,31 @@ fn a_new_guest_waits_for_a_server_that_is_slow_to_greet() {
 }
 
 #[test]
+fn many_requests_at_once_are_all_answered() {
+    const MANY: usize = 1000;
+    let pki = Pki::new();
+    let server = serve(&pki, anywhere(), |config| {
+        config.memory_bytes = MANY as u64 * SLAB;
+    });
+    let mut config = config(server.local_addr(), pki.client.clone());
+    // Nothing else is asked meanwhile.
+    config.timing.renew = PATIENCE;
+    let mut owner = Owner::start(&config, MANY as u64).expect("a session");
+    owner.connected();
+    (0..MANY).for_each(|_| owner.session.request_slab());
+    owner.until("all leases", |owner| owner.held.len() == MANY);
+    for slab in std::mem::take(&mut owner.held) {
+        owner.session.release_slab(slab);
+    }
+    let deadline = Instant::now() + PATIENCE;
+    while server.stats().leased_bytes > 0 {
+        assert!(Instant::now() < deadline, "some are not given back");
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!((owner.ups, owner.refused.len()), (1, 0));
+}
+
+#[test]
 fn an_outage_is_told_and_survived() {
     let pki = Pki::new();
     let server = serve(&pki, anywhere(), |_| {});

@@ -34,6 +34,22 @@ fn room_made_by_a_higher_limit_is_given_to_who_waits() {
 }
 
 #[test]
+fn a_fault_does_not_wait_until_a_lowered_limit_is_reached() {
+    let mut bench = Bench::of(0, &shared(40, 32));
+    for page in 0..40 {
+        bench.fault(page, WRITE);
+    }
+    bench.shared.budget.set_limit(4);
+    bench.fault(80, WRITE);
+    assert!(bench.shard.awaits(PageIndex(80)), "nothing has gone yet");
+    bench.shard.pump();
+    let run = bench.world().runs.remove(0);
+    bench.end_run(run);
+    assert!(bench.shared.budget.used() > 4);
+    assert_eq!(bench.state(80), State::Resident);
+}
+
+#[test]
 fn a_waiting_fault_whose_page_is_given_back_is_counted_no_longer() {
     let mut bench = Bench::of(0, &shared(1, 0));
     bench.store_remotely_with_staging(20, 1);
