@@ -57,11 +57,13 @@ impl Budget {
 
     /// Changes the limit. Shards evict down to it on their own, and no more is used meanwhile than now.
     pub fn set_limit(&self, pages: u64) {
-        let used = self.used();
-        let ceiling = if used > pages { 2 * used } else { 0 };
-        // First: an old one never counts beside a new limit.
-        self.ceiling.store(ceiling, Ordering::SeqCst);
+        // An old one never counts beside a new limit, and a new one is not judged by the old limit.
+        self.ceiling.store(0, Ordering::SeqCst);
         self.limit.store(pages, Ordering::SeqCst);
+        let used = self.used();
+        if used > pages {
+            self.ceiling.fetch_max(2 * used, Ordering::SeqCst);
+        }
     }
 
     /// The limit in pages.
@@ -108,12 +110,17 @@ impl Budget {
         }
     }
 
-    /// Takes back what was counted.
+    /// Takes back what was counted for pages that did not come.
+    pub fn cancel(&self, pages: u64) {
+        let before = self.used.fetch_sub(pages, Ordering::SeqCst);
+        assert!(before >= pages, "more pages cancelled than were counted");
+    }
+
+    /// Takes back what was counted for pages that have gone.
     pub fn release(&self, pages: u64) {
         let before = self.used.fetch_sub(pages, Ordering::SeqCst);
         assert!(before >= pages, "more pages released than were counted");
-        let ceiling = self.ceiling.load(Ordering::SeqCst);
-        if ceiling > 0 {
+        if self.ceiling.load(Ordering::SeqCst) > 0 {
             self.lower_ceiling(pages, before - pages);
         }
     }
@@ -274,6 +281,9 @@ mod tests {
         budget.release(2);
         assert!(budget.acquire(1));
         assert!(!budget.acquire(1));
+        // The page did not come after all.
+        budget.cancel(1);
+        assert!(budget.acquire(1));
     }
 
     #[test]

@@ -341,6 +341,8 @@ impl ShardThread {
             self.shard.pump();
             self.shard.ports().send_to_write();
             self.retry_between_discards();
+            // For which one of those may have begun to wait just as it was made.
+            self.shard.use_room();
             self.shard.ports().demand.send_ahead();
             self.let_regions_go();
             self.publish();

@@ -140,8 +140,8 @@ impl Keeper {
                     if let Some(next) = link.in_flight.front_mut() {
                         next.answer_by = Instant::now() + self.dialer.timing.answer;
                     }
-                    self.send_waiting(link)?;
-                    self.take_reply(link, in_flight, reply)
+                    self.take_reply(link, in_flight, reply)?;
+                    self.send_waiting(link)
                 }
                 _ => Err(self.broken(format!("a reply to request {id} out of order"))),
             },

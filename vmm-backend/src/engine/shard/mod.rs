@@ -449,15 +449,7 @@ impl<P: Ports> Shard<P> {
     pub fn pump(&mut self) {
         self.retry();
         self.look_into_pool();
-        while self.shared.budget.has_room() {
-            let Some(page) = self.waiting_for_room.pop_front() else {
-                break;
-            };
-            self.shared.budget.end_waiting();
-            if let Some(pending) = self.pending.remove(&page) {
-                self.resolve(page, pending);
-            }
-        }
+        self.use_room();
         for _ in 0..2 {
             self.move_pages();
             self.bring_home();
@@ -471,6 +463,18 @@ impl<P: Ports> Shard<P> {
             // Or what was missing here a moment ago: nobody else says so once more.
             if !ends_starvation {
                 break;
+            }
+        }
+    }
+
+    /// Has those go on that wait for room, as far as there is any.
+    pub fn use_room(&mut self) {
+        while self.shared.budget.has_room()
+            && let Some(page) = self.waiting_for_room.pop_front()
+        {
+            self.shared.budget.end_waiting();
+            if let Some(pending) = self.pending.remove(&page) {
+                self.resolve(page, pending);
             }
         }
     }
@@ -660,17 +664,17 @@ impl<P: Ports> Shard<P> {
                 self.complete(page, kind, pending);
             }
             Install::Again => {
-                self.shared.budget.release(1);
+                self.shared.budget.cancel(1);
                 self.retry_later(page, pending);
             }
             Install::PoolEmpty => {
-                self.shared.budget.release(1);
+                self.shared.budget.cancel(1);
                 self.wait_for_pool(page, pending);
             }
             Install::Gone => {
                 // Whoever faulted is woken when it is known what became of the mapping: before
                 // that it would find the zeros of one that nobody watches.
-                self.shared.budget.release(1);
+                self.shared.budget.cancel(1);
                 self.refuse_pins_of(&pending, PinRefused::Unplugged);
             }
         }
@@ -702,7 +706,7 @@ impl<P: Ports> Shard<P> {
         self.next_zero = PageIndex(page.0 + made.max(1));
         self.shared
             .budget
-            .release(ahead - u64::from(made.saturating_sub(1)));
+            .cancel(ahead - u64::from(made.saturating_sub(1)));
         for next in run.pages().skip(1).take(made.saturating_sub(1) as usize) {
             let entry = self.shared.table.load(next).into_dirty_resident();
             self.settle_resident(next, entry, Arrival::New);

@@ -81,7 +81,7 @@ impl<P: Ports> Shard<P> {
                 return;
             }
             let Some(ticket) = self.staging_slot() else {
-                self.shared.budget.release(1);
+                self.shared.budget.cancel(1);
                 self.shared.staging.note_starved();
                 return;
             };
