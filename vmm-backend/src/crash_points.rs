@@ -9,6 +9,9 @@
 //! A test goes through [`Point::ALL`] and demands that each is reached: a point that is named here
 //! and passed nowhere fails it, as does one after which something is wrong.
 
+/// Where a test names the point.
+pub const VARIABLE: &str = "OUTRAM_CRASH_AT";
+
 macro_rules! points {
     ($($(#[$doc:meta])* $point:ident = $name:literal,)*) => {
         /// An instant at which a backend may die.
@@ -183,7 +186,7 @@ mod armed {
     }
 
     fn of_process() -> Option<(Point, AtomicU32)> {
-        let text = std::env::var("OUTRAM_CRASH_AT").ok()?;
+        let text = std::env::var(super::VARIABLE).ok()?;
         let (name, count) = match text.split_once(':') {
             Some((name, count)) => (name, count.parse().ok()),
             None => (text.as_str(), Some(1)),
@@ -208,6 +211,8 @@ mod armed {
                 rustix::process::getpid(),
                 rustix::process::Signal::KILL,
             );
+            // A confined process may not.
+            std::process::abort();
         }
         if let Some((armed, count)) = THREAD.get()
             && armed == point

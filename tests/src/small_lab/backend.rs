@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Result, bail};
+use outram_backend::crash_points::VARIABLE;
 use outram_wire::lost_pages::LostPages;
 
 use super::{LONG, Lab, Wish};
@@ -53,7 +54,7 @@ pub(super) fn spawn_backend(
         None => lab.program("outram-backend")?,
     });
     if let Some(point) = wish.dies_at {
-        backend.env("OUTRAM_CRASH_AT", point.name());
+        backend.env(VARIABLE, point.name());
     }
     let backend = backend
         .arg(if wish.supervised { "run" } else { "page" })

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use outram_backend::crash_points::Point;
 use outram_tests::hermetic::command::wait_for;
 use outram_wire::control::{Phase, Reply, Request, Status};
 use serde_json::json;
@@ -15,6 +16,10 @@ use crate::fixture::{Guest, LONG, Lab, Stalls, Wish, demand_sound};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("a_pager_that_is_killed_is_started_again", pager),
+    (
+        "a_pager_that_is_killed_amid_the_hand_over_is_started_again",
+        unrecorded,
+    ),
     ("a_supervisor_that_is_killed_is_started_again", supervisor),
     ("a_pager_that_stands_still_is_replaced", stopped),
     (
@@ -52,6 +57,27 @@ fn wish() -> Wish<'static> {
         supervised: true,
         ..Wish::default()
     }
+}
+
+/// A front end asks again and again, as QEMU does, which stands still meanwhile.
+fn unrecorded(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let servers = [server.address.as_str()];
+    let wish = Wish {
+        servers: &servers,
+        dies_at: Some(Point::AttachInjected),
+        ..wish()
+    };
+    let mut guest = Guest::start_unconnected(lab, &wish, |_| Ok(()))?;
+    ensure!(guest.connect().is_err(), "the pager lives");
+    wait_for("another pager", LONG, || Ok(guest.connect().ok()))?;
+    guest.wait_serving()?;
+    let status = guest.status()?;
+    ensure!(status.phase == Phase::Serving, "{status:?}");
+    guest.fill(0, FILLED)?;
+    guest.squeeze()?;
+    guest.verify(0, FILLED)?;
+    guest.end(&[&server])
 }
 
 fn work(guest: &mut Guest, seconds: f64) -> Result<u64> {

@@ -310,9 +310,15 @@ impl GuestDoor {
     /// cut off each time, until it gives up.
     fn admit(&self, stream: UnixStream) {
         if matches!(self.daemon.stage(), Stage::Waiting) {
+            if let Err(error) = device::wait_first_message(&stream, FIRST_MESSAGE) {
+                tracing::warn!(%error, "somebody connected to the vhost-user socket and said nothing");
+                return;
+            }
+            if !self.daemon.end_waiting(Stage::TakingOver) {
+                return;
+            }
             match self.take_over(&stream) {
-                Ok(Some(guest)) => serve(&self.daemon, guest),
-                Ok(None) => return,
+                Ok(guest) => serve(&self.daemon, guest),
                 Err(error) => {
                     let reason = with_causes(error.as_ref());
                     tracing::error!(%reason, "the guest's memory is refused");
@@ -327,12 +333,8 @@ impl GuestDoor {
         }
     }
 
-    /// The hand-over. `None` where whoever connected said nothing.
-    fn take_over(&self, stream: &UnixStream) -> anyhow::Result<Option<Guest>> {
-        if let Err(error) = device::wait_first_message(stream, FIRST_MESSAGE) {
-            tracing::warn!(%error, "somebody connected to the vhost-user socket and said nothing");
-            return Ok(None);
-        }
+    /// The hand-over.
+    fn take_over(&self, stream: &UnixStream) -> anyhow::Result<Guest> {
         let vmm = Arc::new(Vmm::of_peer(stream, &self.daemon.powers)?);
         let blocks = vmm.guest_ram()?;
         for block in &blocks {
@@ -363,7 +365,7 @@ impl GuestDoor {
         };
         let device = Device::new(device, Arc::clone(&pager) as _)
             .inspect_err(|_| undo(&pager, &vmm, &userfaultfds))?;
-        Ok(Some(Guest::new(vmm, way, pager, device, userfaultfds)))
+        Ok(Guest::new(vmm, way, pager, device, userfaultfds))
     }
 }
 

@@ -199,6 +199,11 @@ impl Lender {
         }
     }
 
+    /// Whether the guest's VMM has come, and lives.
+    pub(super) fn vmm_lives(&self) -> bool {
+        self.vmm().is_ok_and(|vmm| !vmm.has_ended())
+    }
+
     /// The guest's VMM.
     fn vmm(&self) -> Result<Vmm, LendError> {
         let bound = *self.bound.lock().unwrap_or_else(PoisonError::into_inner);

@@ -340,21 +340,29 @@ fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
     let mut refused_at = None;
     loop {
         std::thread::sleep(WATCH);
+        let stage = daemon.stage();
+        if matches!(stage, Stage::TakingOver) {
+            // QEMU waits for this process, and would for ever.
+            continue;
+        }
         let asked_to_stop = daemon.take_stop_request();
-        match daemon.stage() {
-            Stage::Waiting if asked_to_stop => {
-                tracing::info!("stopped before QEMU came");
+        match stage {
+            Stage::Waiting if asked_to_stop || Instant::now() > deadline => {
+                if !daemon.end_waiting(Stage::Ending) {
+                    // QEMU has come this very moment.
+                    continue;
+                }
                 daemon.close();
-                return Ok(());
-            }
-            Stage::Waiting if Instant::now() > deadline => {
-                daemon.close();
+                if asked_to_stop {
+                    tracing::info!("stopped before QEMU came");
+                    return Ok(());
+                }
                 anyhow::bail!(
                     "QEMU did not connect within {} s: did the domain's start fail? See libvirt's log",
                     daemon.config.connect_timeout.as_secs()
                 );
             }
-            Stage::Waiting => {}
+            Stage::Waiting | Stage::TakingOver => {}
             Stage::Serving(guest) => {
                 if guest.vmm.has_ended() {
                     tracing::info!(pid = guest.vmm.pid, "the guest has ended");
@@ -385,6 +393,7 @@ fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
                     Instant::now()
                 });
                 if asked_to_stop || since.elapsed() > REFUSAL_LINGER {
+                    daemon.set_stage(Stage::Ending);
                     daemon.close();
                     anyhow::bail!("{reason}");
                 }

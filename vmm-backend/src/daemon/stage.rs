@@ -40,6 +40,8 @@ const DISK_ANON_BYTES: u64 = 32 << 20;
 pub(super) enum Stage {
     /// QEMU has not come yet.
     Waiting,
+    /// It has, and its memory is being taken over.
+    TakingOver,
     /// Its memory is ours to serve.
     Serving(Arc<Guest>),
     /// Its memory was refused, for this reason.
@@ -89,6 +91,16 @@ impl Daemon {
         *lock(&self.stage) = stage;
     }
 
+    /// Goes on from [`Stage::Waiting`], if that is the stage still.
+    pub(super) fn end_waiting(&self, next: Stage) -> bool {
+        let mut stage = lock(&self.stage);
+        let waits = matches!(*stage, Stage::Waiting);
+        if waits {
+            *stage = next;
+        }
+        waits
+    }
+
     /// The pager in waiting; only once.
     pub(super) fn take_prepared(&self) -> Option<PreparedPager> {
         lock(&self.prepared).take()
@@ -107,7 +119,6 @@ impl Daemon {
 
     /// No guest will come, or none that is served.
     pub(super) fn close(&self) {
-        self.set_stage(Stage::Ending);
         if let Some(prepared) = self.take_prepared() {
             prepared.close();
         }
@@ -270,7 +281,7 @@ fn phase(
         (!down.is_empty()).then(|| format!("out of reach: {}", down.join(", ")))
     };
     match stage {
-        Stage::Waiting => (Phase::Waiting, unreachable()),
+        Stage::Waiting | Stage::TakingOver => (Phase::Waiting, unreachable()),
         Stage::Refused(reason) => (Phase::Refused, Some(reason.clone())),
         Stage::Ending => (Phase::Ending, None),
         Stage::Serving(guest) if memory.waiting_lost_faults > 0 => {

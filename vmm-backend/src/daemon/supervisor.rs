@@ -34,6 +34,7 @@ use super::config::{Config, Flags};
 use super::lender::Lender;
 use super::run_dir::RunDir;
 use super::{leave_reason, prepare, surroundings};
+use crate::crash_points;
 use crate::handover::{self, Powers, powers};
 use crate::pager::Orphan;
 
@@ -208,7 +209,8 @@ impl Supervisor<'_> {
     fn start_another(&mut self, status: Option<ExitStatus>) -> Option<ExitCode> {
         let gave_up = status.is_some_and(|status| status.code().is_some());
         loop {
-            if !self.guest_lives() {
+            let has_guest = self.guest_lives();
+            if !has_guest && !self.is_waited_for(status) {
                 return Some(self.conclude(status));
             }
             let was_useful = self.started.elapsed() > LONG;
@@ -218,21 +220,37 @@ impl Supervisor<'_> {
                 "the pager ended though its guest lives: it is started again"
             );
             self.pause(self.useless);
-            self.takeovers += 1;
+            // Of which there is no record, it is handed over as at first.
+            self.takeovers += u32::from(has_guest);
             // One that was killed did nothing wrong; one that gave up may know no better.
             let refused = if gave_up { self.useless } else { 0 };
             self.started = Instant::now();
-            match self.start(self.programs.choose(refused)) {
+            let prepared = match has_guest {
+                true => Ok(()),
+                false => self.prepare_anew(),
+            };
+            match prepared.and_then(|()| self.start(self.programs.choose(refused))) {
                 Ok(()) => return None,
                 Err(error) => tracing::error!("{error:#}"),
             }
         }
     }
 
+    /// In place of the state that a pager has begun to use.
+    fn prepare_anew(&self) -> anyhow::Result<()> {
+        Orphan::clear(&RunDir::at(&self.dir).state());
+        prepare(self.flags.clone())
+    }
+
     fn start(&mut self, program: PathBuf) -> anyhow::Result<()> {
         let (ours, theirs) = powers::pair().context("making a socket")?;
         self.lender.lend(ours).context("starting a thread")?;
-        let child = Command::new(&program)
+        let mut command = Command::new(&program);
+        if self.takeovers + self.useless > 0 {
+            // A test has one pager die.
+            command.env_remove(crash_points::VARIABLE);
+        }
+        let child = command
             .stdin(theirs)
             .arg("page")
             .args(self.arguments)
@@ -324,6 +342,13 @@ impl Supervisor<'_> {
             ),
             Ok(None)
         )
+    }
+
+    /// Whether QEMU had come to a pager that was killed before it wrote down that it has the guest: QEMU stands
+    /// still until there is one again. That one takes the guest over as the first would have.
+    fn is_waited_for(&self, status: Option<ExitStatus>) -> bool {
+        let was_killed = status.is_some_and(|status| status.code().is_none());
+        was_killed && !RunDir::at(&self.dir).has_record() && self.lender.vmm_lives()
     }
 
     /// Whether there was a guest and it has ended.
