@@ -130,11 +130,11 @@ impl DoctorArguments {
         }
         checks.extend(self.migrate_to.as_deref().map(destination));
         for check in &checks {
-            println!("{check}");
+            say!("{check}");
         }
         let failed = count(&checks, Verdict::Fail);
         let warned = count(&checks, Verdict::Warn);
-        println!(
+        say!(
             "{} of {} checks passed, {warned} warn, {failed} failed",
             checks.len() - failed - warned,
             checks.len()

@@ -216,8 +216,26 @@ impl Patient<'_> {
         if named.is_empty() {
             return vec![no_server(self.name, &self.paths.config, settings.is_some())];
         }
-        let wanted = needs.map(|needs| needs.reserve_bytes(named.len()) * named.len() as u64);
+        let wanted = needs.map(|needs| host_checks::Needs {
+            bytes: needs.reserve_bytes(named.len()) * named.len() as u64,
+            has_bytes: self.promised_by(named),
+        });
         host_checks::servers(named, self.host, wanted)
+    }
+
+    /// Bytes that these servers have set aside for the guest as it runs, if it does.
+    fn promised_by(&self, servers: &[ServerAddress]) -> u64 {
+        let Ok(vm) = self.found.vm_id() else { return 0 };
+        let run_dir = self.paths.run.join(vm.to_string());
+        let Ok(status) = BackendControl::of(&run_dir).status() else {
+            return 0;
+        };
+        let of_them = status.servers.iter().filter(|server| {
+            servers
+                .iter()
+                .any(|named| named.to_string() == server.address)
+        });
+        of_them.map(|server| server.reserved_bytes).sum()
     }
 }
 

@@ -358,11 +358,19 @@ pub(super) fn certificates(settings: &HostSettings, systemd: bool) -> Check {
 /// Whether the servers have what a guest needs.
 const ROOM: &str = "room";
 
-/// Whether each server admits this host, and whether they have `wanted` bytes to lend together.
+/// What a guest needs of its servers together.
+pub(super) struct Needs {
+    /// Bytes at its next start.
+    pub(super) bytes: u64,
+    /// Bytes that it has of them as it runs, and gives back before that.
+    pub(super) has_bytes: u64,
+}
+
+/// Whether each server admits this host, and whether they have together what is wanted.
 pub(super) fn servers(
     servers: &[ServerAddress],
     settings: &HostSettings,
-    wanted: Option<u64>,
+    wanted: Option<Needs>,
 ) -> Vec<Check> {
     let files = settings.tls_files();
     let look = |server: &ServerAddress| {
@@ -388,7 +396,7 @@ pub(super) fn servers(
         ),
     };
     let mut checks: Vec<Check> = servers.iter().map(check).collect();
-    checks.extend(wanted.map(|wanted| room(free_bytes, wanted)));
+    checks.extend(wanted.map(|wanted| room(free_bytes, &wanted)));
     checks
 }
 
@@ -412,13 +420,17 @@ fn free_of(stats: &ServerStats) -> u64 {
     free - free.checked_rem(stats.slab_bytes).unwrap_or(0)
 }
 
-fn room(free_bytes: u64, wanted: u64) -> Check {
+fn room(free_bytes: u64, wanted: &Needs) -> Check {
+    let beside = match wanted.has_bytes {
+        0 => String::new(),
+        has => format!(" beside the {} that it has now", format_size(has)),
+    };
     let found = format!(
-        "{} are free, and the guest needs {}",
+        "{} are free{beside}, and the guest needs {}",
         format_size(free_bytes),
-        format_size(wanted)
+        format_size(wanted.bytes)
     );
-    match free_bytes < wanted {
+    match free_bytes + wanted.has_bytes < wanted.bytes {
         true => Check::fail(
             ROOM,
             found,
