@@ -1,5 +1,15 @@
 //! The `outram` command line: its arguments, and one module for each subcommand.
 
+/// As `println!`, but that nobody reads it is no reason to stop halfway.
+macro_rules! say {
+    ($($words:tt)*) => { $crate::cli::output::say(format_args!($($words)*)) };
+}
+
+/// As `eprintln!`, likewise.
+macro_rules! complain {
+    ($($words:tt)*) => { $crate::cli::output::complain(format_args!($($words)*)) };
+}
+
 mod affect;
 pub mod attach;
 pub mod completion;
@@ -42,7 +52,12 @@ A first guest, in short:
   outram attach web1 --local-ratio 0.5      shut off; or running, with shared memory
   virsh start web1
   outram tune web1 --local-ratio 0.3        while it runs
-  outram status web1")]
+  outram status web1
+
+Exit status:
+  0  what was asked for is done
+  1  it is not, and standard error says why; or 'doctor' found something that fails
+  2  the command line is no good")]
 pub struct Arguments {
     /// The libvirt to use; only the system's own on this host works
     ///

@@ -170,10 +170,23 @@ pub fn note_arrival(xml: &[u8], paths: &Paths, incoming: Incoming) -> io::Result
 
 /// Starts the backend of a domain that uses Outram.
 pub fn prepare(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
-    let Some(mut launch) = plan(&String::from_utf8_lossy(xml), paths)? else {
+    let domain = DomainXml::parse(&String::from_utf8_lossy(xml))?;
+    let incoming = arrival::take(&paths.run, domain.vm_id()?, Caller::of_this_process());
+    if let Some(incoming) = incoming
+        && refusal::our_disks(&domain, &paths.run).is_empty()
+        && metadata::read(&domain)?.is_some()
+    {
+        // What arrives is all of its memory: 'attach --live' or 'detach --live' had been ended halfway.
+        say(&format!(
+            "Outram: domain '{0}' arrives by {incoming} without its disk, and is not paged; 'outram attach {0} --live' does that, 'outram detach {0} --live' removes its settings",
+            domain.name()?
+        ));
+        return Ok(());
+    }
+    let Some(mut launch) = plan(&domain, paths)? else {
         return Ok(());
     };
-    launch.incoming = arrival::take(&paths.run, launch.vm, Caller::of_this_process());
+    launch.incoming = incoming;
     // Guests on hugetlbfs have none of these.
     let huge = match launch.page_size.is_huge() {
         true => Vec::new(),
@@ -186,13 +199,12 @@ pub fn prepare(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
 }
 
 /// What is to be started for a domain; `None` if it does not use Outram.
-fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
-    let domain = DomainXml::parse(xml)?;
-    let Some(settings) = metadata::read(&domain)? else {
-        let disks = refusal::our_disks(&domain, &paths.run);
+fn plan(domain: &DomainXml, paths: &Paths) -> Result<Option<Launch>, HookError> {
+    let Some(settings) = metadata::read(domain)? else {
+        let disks = refusal::our_disks(domain, &paths.run);
         let socket = disks
             .first()
-            .and_then(|disk| refusal::vhostuser_socket(&domain, *disk));
+            .and_then(|disk| refusal::vhostuser_socket(domain, *disk));
         return match socket {
             // Without a backend, QEMU would wait for it for ever.
             Some(socket) => Err(HookError::Refused(vec![Refusal::NoSettings(
@@ -201,11 +213,11 @@ fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
             None => Ok(None),
         };
     };
-    let refusals = refusal::check(&domain, &paths.run)?;
+    let refusals = refusal::check(domain, &paths.run)?;
     if !refusals.is_empty() {
         return Err(HookError::Refused(refusals));
     }
-    if let Some(lacking) = apparmor::hindrance(&domain) {
+    if let Some(lacking) = apparmor::hindrance(domain) {
         return Err(HookError::AppArmor(lacking));
     }
     if settings.servers.is_empty() && HostSettings::read(&paths.config)?.servers.is_empty() {
@@ -218,9 +230,9 @@ fn plan(xml: &str, paths: &Paths) -> Result<Option<Launch>, HookError> {
         name: domain.name()?,
         ram_bytes: domain.ram_bytes()?,
         max_ram_bytes: domain.max_ram_bytes()?,
-        page_size: page_size::find(&domain).map_err(|refusal| HookError::Refused(vec![refusal]))?,
+        page_size: page_size::find(domain).map_err(|refusal| HookError::Refused(vec![refusal]))?,
         settings,
-        socket_user: qemu_user::find(&domain, &paths.qemu_conf),
+        socket_user: qemu_user::find(domain, &paths.qemu_conf),
         incoming: None,
         systemd: paths.systemd,
         config: paths.config_is_given.then(|| paths.config.clone()),

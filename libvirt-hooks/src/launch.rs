@@ -455,18 +455,21 @@ fn ask_earlier(control: &BackendControl) -> Result<Option<Box<Status>>, LaunchEr
 /// Ends a backend of an earlier start, unless a QEMU still lives on it.
 fn end_earlier(run_dir: &Path) -> Result<(), LaunchError> {
     let control = BackendControl::of(run_dir);
-    if let Some(status) = ask_earlier(&control)? {
-        end_pager(&control, &status)?;
-    }
-    // Its supervisor goes last, and takes with it what is in the directory by then.
     let deadline = Instant::now() + END_TIMEOUT;
-    while is_supervised(run_dir) {
+    loop {
+        // One that is still starting can be asked only later.
+        if let Some(status) = ask_earlier(&control)? {
+            end_pager(&control, &status)?;
+        }
+        // Its supervisor goes last, and takes with it what is in the directory by then.
+        if !is_supervised(run_dir) {
+            return Ok(());
+        }
         if Instant::now() >= deadline {
             return Err(LaunchError::StillSupervised(BackendLog::of(run_dir)));
         }
         sleep(POLL_INTERVAL);
     }
-    Ok(())
 }
 
 fn end_pager(control: &BackendControl, status: &Status) -> Result<(), LaunchError> {

@@ -306,14 +306,10 @@ impl LibvirtDomain {
         self.change_settings(element, sys::VIR_DOMAIN_AFFECT_LIVE)
     }
 
-    /// Replaces our settings in its definition, and in its running state if asked: `element` is
-    /// without namespace, as libvirt puts it into ours.
-    pub fn set_settings(&self, element: &str, live: bool) -> Result<(), LibvirtError> {
-        let mut flags = sys::VIR_DOMAIN_AFFECT_CONFIG;
-        if live {
-            flags |= sys::VIR_DOMAIN_AFFECT_LIVE;
-        }
-        self.change_settings(Some(element), flags)
+    /// Replaces our settings in its definition: `element` is without namespace, as libvirt puts it into
+    /// ours.
+    pub fn set_settings(&self, element: &str) -> Result<(), LibvirtError> {
+        self.change_settings(Some(element), sys::VIR_DOMAIN_AFFECT_CONFIG)
     }
 
     fn change_settings(&self, element: Option<&str>, flags: u32) -> Result<(), LibvirtError> {

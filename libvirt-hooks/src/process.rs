@@ -17,13 +17,22 @@ pub fn start_ticks(pid: u32) -> Option<u64> {
 
 /// Whether a capability, by its bit in capabilities(7), is in force for a process.
 pub fn has_capability(pid: u32, bit: u32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let effective = status
+    mask(&pid.to_string(), "CapEff:") & (1 << bit) != 0
+}
+
+/// Whether this process ignores a signal, as nohup(1) has it.
+pub fn ignores(signal: i32) -> bool {
+    mask("self", "SigIgn:") & (1 << (signal - 1)) != 0
+}
+
+/// A set in hexadecimal digits, of /proc/PID/status; empty where it is not told.
+fn mask(process: &str, name: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    status
         .lines()
-        .find_map(|line| line.strip_prefix("CapEff:"))
+        .find_map(|line| line.strip_prefix(name))
         .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
-        .unwrap_or(0);
-    effective & (1 << bit) != 0
+        .unwrap_or(0)
 }
 
 /// How many bytes a process may lock, with no number where it may lock all; nothing where that is not

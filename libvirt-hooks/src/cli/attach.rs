@@ -186,9 +186,9 @@ impl AttachArguments {
         note_additions(&edit.before, &defined)?;
         report(&name, &edit.changes, false);
         if found.is_active()? {
-            println!("It takes effect when the domain is shut down and started again.");
+            say!("It takes effect when the domain is shut down and started again.");
         } else {
-            println!("It takes effect when the domain is started: virsh start {name}");
+            say!("It takes effect when the domain is started: virsh start {name}");
         }
         Ok(true)
     }
@@ -227,7 +227,7 @@ impl AttachArguments {
         }
         report_live(name, prepared.changes(), self.dry_run);
         if !self.dry_run {
-            println!(
+            say!(
                 "What is above its limit leaves in the background: 'outram status {name}' shows how far it is."
             );
         }
@@ -301,8 +301,8 @@ impl DetachArguments {
         let named: String = servers
             .map(|server| format!(" --server {server}"))
             .collect();
-        println!("Its far-memory disk may stay parked at its servers; to drop it:");
-        println!("  outram disk drop {disk}{named}");
+        say!("Its far-memory disk may stay parked at its servers; to drop it:");
+        say!("  outram disk drop {disk}{named}");
         Ok(())
     }
 }
@@ -338,7 +338,7 @@ fn warn_about_limit(domain: &DomainXml, limit: Limit) -> Result<()> {
     if let Limit::LocalBytes(bytes) = limit
         && bytes >= ram
     {
-        eprintln!(
+        complain!(
             "warning: {} is not less than the guest's RAM ({}): nothing will leave this host",
             format_size(bytes),
             format_size(ram)
@@ -351,7 +351,7 @@ fn warn_about_limit(domain: &DomainXml, limit: Limit) -> Result<()> {
 fn note_additions(before: &DomainXml, defined: &LibvirtDomain) -> Result<()> {
     let after = DomainXml::parse(&defined.definition()?)?;
     if let Some(settings) = attachment::note_controllers(before, &after)? {
-        defined.set_settings(&metadata::to_plain_text(&settings)?, false)?;
+        defined.set_settings(&metadata::to_plain_text(&settings)?)?;
     }
     Ok(())
 }
@@ -398,21 +398,21 @@ pub(super) fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()
 
 fn report_live(name: &str, changes: &[Change], dry_run: bool) {
     match dry_run {
-        true => println!("Domain '{name}' would be changed as it runs:"),
-        false => println!("Domain '{name}' changed as it runs:"),
+        true => say!("Domain '{name}' would be changed as it runs:"),
+        false => say!("Domain '{name}' changed as it runs:"),
     }
     for change in changes {
-        println!("  {change}");
+        say!("  {change}");
     }
 }
 
 fn report(name: &str, changes: &[Change], dry_run: bool) {
     match (changes.is_empty(), dry_run) {
-        (true, _) => println!("Domain '{name}' is as asked already; nothing to change."),
-        (false, true) => println!("Domain '{name}' would be changed:"),
-        (false, false) => println!("Domain '{name}' changed:"),
+        (true, _) => say!("Domain '{name}' is as asked already; nothing to change."),
+        (false, true) => say!("Domain '{name}' would be changed:"),
+        (false, false) => say!("Domain '{name}' changed:"),
     }
     for change in changes {
-        println!("  {change}");
+        say!("  {change}");
     }
 }

@@ -92,7 +92,7 @@ impl ListArguments {
         let host = HostSettings::read(&paths.config)?;
         // Without libvirt the disks are there all the same, only whose they are is not known.
         let owners = Owners::of_libvirt(uri).unwrap_or_else(|error| {
-            eprintln!("warning: whose disks these are is not known: {error:#}");
+            complain!("warning: whose disks these are is not known: {error:#}");
             Owners::default()
         });
         let servers = owners.servers(&host, &self.server);
@@ -167,7 +167,7 @@ fn drop_at(servers: &BTreeSet<ServerAddress>, disk: DiskId, host: &HostSettings)
     for (server, part) in parts {
         Observer::connect(server, &host.tls_files())?.drop_disk(disk)?;
         let held = format_size(part.leased_bytes);
-        println!("Dropped disk {disk} at {server}: {held} given back");
+        say!("Dropped disk {disk} at {server}: {held} given back");
     }
     Ok(all_answered)
 }
@@ -183,7 +183,7 @@ pub(super) fn drop_parked(settings: &MemorySettings, disk: DiskId, paths: &Paths
         let mut observer = Observer::connect(server, &host.tls_files())?;
         if observer.disks()?.iter().any(|kept| kept.disk == disk) {
             observer.drop_disk(disk)?;
-            println!("Dropped disk {disk} at {server}");
+            say!("Dropped disk {disk} at {server}");
         }
     }
     Ok(())
@@ -239,7 +239,7 @@ fn ask(
         match Observer::connect(server, &files).and_then(|mut observer| observer.disks()) {
             Ok(disks) => found.extend(disks.into_iter().map(|disk| (server.clone(), disk))),
             Err(error) => {
-                eprintln!("error: {}", with_causes(&error));
+                complain!("error: {}", with_causes(&error));
                 all_answered = false;
             }
         }

@@ -4,6 +4,10 @@
 //! Detaching brings every page home before anything is taken apart, so that it can be called off
 //! until then, and leaves nothing behind that the guest needs from there on.
 
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
@@ -12,6 +16,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use outram_wire::control::{Phase, Status};
 use outram_wire::units::{PageSize, format_size};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::attach::{list, remove_run_dir};
@@ -24,7 +30,7 @@ use crate::host::Paths;
 use crate::hotplug_slot;
 use crate::libvirt::{LibvirtDomain, LibvirtError};
 use crate::refusal::{self, Refusal};
-use crate::{hook, host_memory};
+use crate::{hook, host_memory, process};
 use crate::{metadata, page_size};
 
 /// Between two looks at what is waited for.
@@ -78,6 +84,19 @@ pub(super) enum LiveRefusal {
     /// Interrupted before the point of no return.
     #[error("interrupted: domain '{0}' is served as before, at its limit")]
     Interrupted(String),
+    /// Interrupted while it was attached.
+    #[error("interrupted: domain '{0}' is as it was before")]
+    AttachInterrupted(String),
+    /// Another command is at it.
+    #[error(
+        "another 'outram attach' or 'outram detach' of domain '{0}' is under way: let it end first"
+    )]
+    UnderWay(String),
+    /// Interrupted after that point.
+    #[error(
+        "interrupted: all memory of domain '{0}' is on this host and no longer paged, but the guest has not let go of the disk yet. It does no harm; run this again later"
+    )]
+    UnplugInterrupted(String),
     /// The guest does not let go of the disk.
     #[error(
         "all memory of domain '{0}' is on this host and no longer paged, but the guest has not let go of the disk within {UNPLUG_TIMEOUT:?} (a guest that is just booting, or has no PCI hot-plug, does not). It does no harm; run this again later, or shut the guest down"
@@ -94,6 +113,43 @@ pub(super) struct Running<'a> {
     control: BackendControl,
     /// AppArmor's, if the guest is confined.
     profile: Option<GuestProfile>,
+}
+
+/// A lock that one process has at a time: a file that is there for as long.
+struct Alone {
+    path: PathBuf,
+    _file: File,
+}
+
+impl Alone {
+    fn take(path: &Path) -> io::Result<Option<Self>> {
+        loop {
+            let file = File::create(path)?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+            // Whoever had it before may have removed it just now.
+            let is_there = fs::metadata(path).is_ok_and(|found| {
+                file.metadata()
+                    .is_ok_and(|ours| (ours.dev(), ours.ino()) == (found.dev(), found.ino()))
+            });
+            if is_there {
+                return Ok(Some(Self {
+                    path: path.to_owned(),
+                    _file: file,
+                }));
+            }
+        }
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        // One that is left is locked by nobody.
+        let _ = fs::remove_file(&self.path);
+    }
 }
 
 /// An attachment whose every condition is met.
@@ -155,18 +211,62 @@ impl<'a> Running<'a> {
 
     /// Attaches it: settings, backend, disk. Where one fails, those before are undone.
     pub(super) fn attach(&self, prepared: &Prepared) -> Result<()> {
+        let _alone = self.be_alone()?;
+        let interrupted = on_signals()?;
+        if self.disk_after_others()?.is_some() {
+            bail!(LiveRefusal::Attached(self.name.to_owned()));
+        }
         let settings = &prepared.attachment.settings;
         self.domain.set_running_settings(Some(settings))?;
-        let attached = self.attach_backend(prepared);
-        if attached.is_err()
-            && let Err(error) = self.domain.set_running_settings(None)
-        {
-            eprintln!("warning: the settings stay in the running domain's metadata: {error}");
+        let Err(error) = self.attach_backend(prepared, &interrupted) else {
+            return Ok(());
+        };
+        // A disk that stays belongs with the settings: together they can be detached, saved and migrated.
+        match self.running_disk() {
+            Ok(None) => {
+                if let Err(error) = self.domain.set_running_settings(None) {
+                    complain!(
+                        "warning: the settings stay in the running domain's metadata: {error}"
+                    );
+                }
+            }
+            _ => complain!(
+                "warning: its disk stays, and the settings with it: 'outram detach {} --live' takes both away",
+                self.name
+            ),
         }
-        attached
+        Err(error)
     }
 
-    fn attach_backend(&self, prepared: &Prepared) -> Result<()> {
+    /// Keeps others from attaching or detaching the domain as it runs, for as long as it is kept.
+    fn be_alone(&self) -> Result<Alone> {
+        let name = format!("{}.live", self.domain.vm_id()?);
+        let path = self.paths.run.join(name);
+        let taken = Alone::take(&path).with_context(|| format!("locking {}", path.display()))?;
+        taken.with_context(|| LiveRefusal::UnderWay(self.name.to_owned()))
+    }
+
+    /// The disk as libvirt knows it now.
+    fn running_disk(&self) -> Result<Option<String>> {
+        let now = DomainXml::parse(&self.domain.running_definition()?)?;
+        let disk = attachment::running_disk(&now, &self.paths.run);
+        Ok(disk.map(|(disk, _)| disk))
+    }
+
+    /// The disk, once libvirt has ended what a command asked it for that was killed meanwhile: settings without a
+    /// disk are of such a one. libvirt changes one thing of a domain at a time.
+    fn disk_after_others(&self) -> Result<Option<String>> {
+        if let Some(disk) = self.running_disk()? {
+            return Ok(Some(disk));
+        }
+        if let Some(settings) = metadata::read(&self.xml)? {
+            let same = metadata::to_plain_text(&settings)?;
+            self.domain.set_running_settings(Some(&same))?;
+        }
+        self.running_disk()
+    }
+
+    fn attach_backend(&self, prepared: &Prepared, interrupted: &AtomicBool) -> Result<()> {
         if let Some(profile) = &self.profile {
             // It may have been loaded before our rules were there.
             profile.renew()?;
@@ -175,15 +275,19 @@ impl<'a> Running<'a> {
         if let Err(error) = hook::prepare(prepared.text.as_bytes(), self.paths) {
             // Its reason is told here and now: nobody looks for it there.
             if let Err(left) = remove_run_dir(self.domain, self.paths) {
-                eprintln!("warning: {left:#}");
+                complain!("warning: {left:#}");
             }
             return Err(error.into());
         }
-        let attached = self.attach_disk(&prepared.attachment.disk);
+        let attached = match interrupted.load(Ordering::Relaxed) {
+            true => Err(LiveRefusal::AttachInterrupted(self.name.to_owned()).into()),
+            // From here on it is attached, or not: QEMU waits for the backend.
+            false => self.attach_disk(&prepared.attachment.disk),
+        };
         if attached.is_err()
             && let Err(error) = self.undo()
         {
-            eprintln!(
+            complain!(
                 "warning: its backend could not be ended: {error:#}; the guest goes on with it"
             );
         }
@@ -198,7 +302,7 @@ impl<'a> Running<'a> {
             (Ok(()), status) => {
                 let why = status.map_or_else(|error| error.to_string(), describe);
                 if let Err(error) = self.domain.detach_device(disk) {
-                    eprintln!("warning: {error}");
+                    complain!("warning: {error}");
                 }
                 bail!("QEMU took the disk, but its memory was not handed over: {why}")
             }
@@ -289,8 +393,9 @@ impl<'a> Running<'a> {
 
     /// Brings everything home, then takes disk, backend and settings away.
     pub(super) fn detach(&self) -> Result<()> {
+        let _alone = self.be_alone()?;
         let interrupted = on_signals()?;
-        if let Some((disk, _)) = attachment::running_disk(&self.xml, &self.paths.run) {
+        if let Some(disk) = self.disk_after_others()? {
             self.bring_home(&interrupted)?;
             self.unplug(&disk, &interrupted)?;
         }
@@ -348,7 +453,7 @@ impl<'a> Running<'a> {
                 .as_ref()
                 .filter(|detail| told.as_ref() != Some(*detail))
             {
-                eprintln!("\nwaiting: {detail}");
+                complain!("\nwaiting: {detail}");
                 told = Some(detail.clone());
             }
             // Others may have taken the room meanwhile.
@@ -365,12 +470,15 @@ impl<'a> Running<'a> {
         let deadline = Instant::now() + UNPLUG_TIMEOUT;
         let mut asked: Option<(Instant, Result<(), LibvirtError>)> = None;
         loop {
-            let now = DomainXml::parse(&self.domain.running_definition()?)?;
-            if attachment::running_disk(&now, &self.paths.run).is_none() {
+            if self.running_disk()?.is_none() {
                 return Ok(());
             }
-            if Instant::now() > deadline || interrupted.load(Ordering::Relaxed) {
-                let stays = anyhow!(LiveRefusal::DiskStays(self.name.to_owned()));
+            let is_interrupted = interrupted.load(Ordering::Relaxed);
+            if Instant::now() > deadline || is_interrupted {
+                let stays = anyhow!(match is_interrupted {
+                    true => LiveRefusal::UnplugInterrupted(self.name.to_owned()),
+                    false => LiveRefusal::DiskStays(self.name.to_owned()),
+                });
                 return Err(match asked {
                     Some((_, Err(error))) => anyhow!(error).context(stays),
                     _ => stays,
@@ -387,10 +495,11 @@ impl<'a> Running<'a> {
     }
 }
 
-/// Sets a flag at Ctrl-C and its kin, instead of ending at once.
+/// Sets a flag at Ctrl-C and its kin, instead of ending at once; not at what is ignored, as nohup(1) has it.
 fn on_signals() -> Result<Arc<AtomicBool>> {
     let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
+    let heeded = [SIGINT, SIGTERM, SIGHUP].into_iter();
+    for signal in heeded.filter(|signal| !process::ignores(*signal)) {
         signal_hook::flag::register(signal, Arc::clone(&interrupted))
             .context("registering for signals")?;
     }

@@ -51,12 +51,12 @@ fn serve(address: SocketAddr, paths: &Paths) -> Result<bool> {
     let paths = paths.clone();
     let page = Page::serve(listener, move || {
         page_of_all(&paths).unwrap_or_else(|error| {
-            eprintln!("outram metrics: {error:#}");
+            complain!("outram metrics: {error:#}");
             metrics_page::join(&[])
         })
     })
     .context("serving metrics")?;
-    println!("serving metrics at http://{}/metrics", page.address());
+    say!("serving metrics at http://{}/metrics", page.address());
     loop {
         thread::park();
     }

@@ -1,5 +1,6 @@
 //! Output that goes on and on: printed so that a reader who has had enough ends it quietly.
 
+use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write};
 use std::time::Duration;
 
@@ -11,6 +12,16 @@ const SHORTEST_DELAY_SECONDS: f64 = 0.1;
 
 /// Longest; whoever waits longer wants cron.
 const LONGEST_DELAY_SECONDS: f64 = 86_400.0;
+
+/// A line to standard output, on which nothing depends.
+pub(super) fn say(line: Arguments<'_>) {
+    let _ = writeln!(io::stdout(), "{line}");
+}
+
+/// A line to standard error, on which nothing depends.
+pub(super) fn complain(line: Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
 
 /// Writes to standard output; `false` where nobody reads any longer.
 pub(super) fn write(text: &str) -> Result<bool> {

@@ -73,8 +73,8 @@ impl PkiArguments {
         match &self.action {
             Action::Init { dir } => {
                 let ca = pki::init(&dir.dir)?;
-                println!("The CA is made: {}", ca.display());
-                println!("Keep {} to yourself.", ca.with_extension("key").display());
+                say!("The CA is made: {}", ca.display());
+                say!("Keep {} to yourself.", ca.with_extension("key").display());
             }
             Action::Issue(Issue::Server {
                 name,
@@ -99,10 +99,10 @@ fn issue(kind: Kind, name: &str, addresses: &[String], common: &Common) -> Resul
             days: common.days,
         },
     )?;
-    println!("Issued for {} days:", common.days);
-    println!("  certificate  {}", issued.cert.display());
-    println!("  private key  {}", issued.key.display());
-    println!(
+    say!("Issued for {} days:", common.days);
+    say!("  certificate  {}", issued.cert.display());
+    say!("  private key  {}", issued.key.display());
+    say!(
         "They go to their machine together with {}.",
         issued.ca.display()
     );

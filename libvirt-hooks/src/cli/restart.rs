@@ -39,7 +39,7 @@ impl RestartArguments {
         HostSettings::read(&paths.config)
             .context("no backend is restarted before this host's settings are correct")?;
         if let Some(domain) = &self.domain {
-            println!("{}", restart(&find_guest(domain, uri, paths)?, paths)?);
+            say!("{}", restart(&find_guest(domain, uri, paths)?, paths)?);
             return Ok(true);
         }
         let mut all_well = true;
@@ -55,10 +55,10 @@ impl RestartArguments {
                 continue;
             }
             match restart(&guest, paths) {
-                Ok(text) => println!("{text}"),
+                Ok(text) => say!("{text}"),
                 Err(error) => {
                     all_well = false;
-                    eprintln!("outram: {error:#}");
+                    complain!("outram: {error:#}");
                 }
             }
         }

@@ -103,7 +103,7 @@ impl SetupArguments {
             }
             setup.directory("run/outram", 0o755)?;
             setup.reload(new_hook)?;
-            println!("'outram doctor' checks the rest.");
+            say!("'outram doctor' checks the rest.");
         }
         Ok(true)
     }
@@ -121,12 +121,12 @@ impl Setup<'_> {
     }
 
     fn found(&self, what: &str) {
-        println!("found  {what}");
+        say!("found  {what}");
     }
 
     /// Says what is done, and whether to do it.
     fn doing(&mut self, what: &str) -> bool {
-        println!("{}  {what}", if self.dry_run { "would" } else { "done " });
+        say!("{}  {what}", if self.dry_run { "would" } else { "done " });
         !self.dry_run
     }
 

@@ -41,7 +41,7 @@ impl TuneArguments {
         match &running {
             Ok(status) => self.tune(&guest, status)?,
             Err(_) if self.persist && !domain_runs(&guest, uri)? => {
-                println!(
+                say!(
                     "Domain '{}' is not running: only its settings are changed",
                     guest.name
                 );
@@ -52,8 +52,9 @@ impl TuneArguments {
             ),
         }
         if let Some((domain, settings)) = later {
-            domain.set_settings(&metadata::to_plain_text(&settings)?, domain.is_active()?)?;
-            println!("Later starts of '{}' will use it too.", guest.name);
+            domain.set_settings(&metadata::to_plain_text(&settings)?)?;
+            self.note_in_running(&domain)?;
+            say!("Later starts of '{}' will use it too.", guest.name);
         }
         Ok(true)
     }
@@ -75,15 +76,38 @@ impl TuneArguments {
         // What servers may have no room for goes first.
         if let Some(limit) = self.limit.limit() {
             guest.control.tune(limit)?;
-            println!("Domain '{}' now has the limit: {limit}", guest.name);
+            say!("Domain '{}' now has the limit: {limit}", guest.name);
         }
         if tuning != Tuning::default() {
             guest.control.set_tuning(tuning)?;
         }
         for (name, value) in named {
-            println!("Domain '{}' now has the {name}: {value}", guest.name);
+            say!("Domain '{}' now has the {name}: {value}", guest.name);
         }
         Ok(())
+    }
+
+    /// As it runs the domain may have other settings than by its definition, but for these: a save or a migration
+    /// takes them along.
+    fn note_in_running(&self, domain: &LibvirtDomain) -> Result<()> {
+        if !domain.is_active()? {
+            return Ok(());
+        }
+        let running = DomainXml::parse(&domain.running_definition()?)?;
+        if let Some(settings) = metadata::read(&running)? {
+            let settings = metadata::to_plain_text(&self.applied(settings))?;
+            domain.set_running_settings(Some(&settings))?;
+        }
+        Ok(())
+    }
+
+    /// What is asked for, in place of what was.
+    fn applied(&self, settings: MemorySettings) -> MemorySettings {
+        MemorySettings {
+            limit: self.limit.limit().unwrap_or(settings.limit),
+            tuning: self.tuning.tuning().or(settings.tuning),
+            ..settings
+        }
     }
 
     /// The domain, and its settings from its next start on.
@@ -97,11 +121,7 @@ impl TuneArguments {
             );
         };
         let before = refusal::check_settings(&xml, &settings);
-        let settings = MemorySettings {
-            limit: self.limit.limit().unwrap_or(settings.limit),
-            tuning: self.tuning.tuning().or(settings.tuning),
-            ..settings
-        };
+        let settings = self.applied(settings);
         // What was wrong already is for the next start to tell.
         let mut refusals = refusal::check_settings(&xml, &settings).into_iter();
         if let Some(refusal) = refusals.find(|refusal| !before.contains(refusal)) {

@@ -31,9 +31,12 @@ struct Arguments {
     folder: PathBuf,
 }
 
-/// The heading of clap_mangen for what stands behind the options: here always an example.
-const EXTRA_HEADING: &str = ".SH EXTRA";
-const EXAMPLE_HEADING: &str = ".SH EXAMPLE";
+/// What is another heading here: clap_mangen's for what stands behind the options, which begins with an example,
+/// and the line there that begins what follows it.
+const HEADINGS: [(&str, &str); 2] = [
+    (".SH EXTRA", ".SH EXAMPLE"),
+    ("\nExit status:\n", ".SH EXIT STATUS\n"),
+];
 
 fn main() -> Result<()> {
     let folder = Arguments::parse().folder;
@@ -105,7 +108,11 @@ fn write_page(folder: &Path, command: &Command, section: &str) -> Result<()> {
     let mut text = Vec::new();
     page.render(&mut text)?;
     let path = folder.join(format!("{name}.{section}"));
-    let text = String::from_utf8(text)?.replace(EXTRA_HEADING, EXAMPLE_HEADING);
+    let text = HEADINGS
+        .iter()
+        .fold(String::from_utf8(text)?, |text, (theirs, ours)| {
+            text.replace(theirs, ours)
+        });
     fs::write(&path, text).with_context(|| path.display().to_string())?;
     for sub in command.get_subcommands() {
         if !sub.is_hide_set() {

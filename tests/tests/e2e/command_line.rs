@@ -20,6 +20,7 @@ use crate::fixture::{LONG, Lab, RAM_MIB, SHORT, check, power_off, wait_under_lim
 pub(crate) const TESTS: &[Test] = &[
     ("top_shows_a_working_guest_on_a_terminal_and_in_a_pipe", top),
     ("bash_completes_the_names_of_domains", completion),
+    ("output_that_nobody_takes_ends_no_command", unread),
     ("a_domain_of_nova_is_paged_after_the_filter", nova),
 ];
 
@@ -204,6 +205,22 @@ fn completion(lab: &Lab) -> Result<()> {
         offered.lines().collect::<Vec<_>>() == ["offered-one", "offered-two"],
         "Bash offers: {offered}"
     );
+    Ok(())
+}
+
+/// What it says is lost; what it does is done.
+fn unread(lab: &Lab) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let ca = folder.path().join("ca.pem");
+    let full = || File::options().write(true).open("/dev/full");
+    let made = Command::new(lab.host.program("outram")?)
+        .args(["pki", "init", "--dir"])
+        .arg(folder.path())
+        .stdin(Stdio::null())
+        .stdout(full()?)
+        .stderr(full()?)
+        .status()?;
+    ensure!(made.success() && ca.exists(), "{made}");
     Ok(())
 }
 

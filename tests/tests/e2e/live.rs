@@ -13,12 +13,14 @@ use outram_tests::hermetic::console::Console;
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::hard_limit::HardLimit;
 use outram_tests::hermetic::host::virsh_ok;
+use outram_tests::hermetic::server::MemServer;
 use outram_tests::hermetic::suite::Skipped;
 use outram_wire::control::Phase;
 use vm_memory::{FileOffset, MmapRegion};
 
 use crate::Test;
 use crate::fixture::{LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, wait_slabs, wait_under_limit};
+use crate::save::virsh_long;
 
 pub(crate) const TESTS: &[Test] = &[
     ("attached_and_detached_while_it_works", both),
@@ -27,6 +29,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("a_failed_live_attach_leaves_nothing", undone),
     ("detach_live_is_refused_without_room_at_home", no_room),
     ("detach_live_can_be_interrupted", interrupted),
+    ("attach_live_can_be_interrupted_and_killed", attach_ended),
     ("doctor_says_what_a_domain_allows", examined),
     ("a_far_memory_disk_comes_live_and_stays", far_disk),
 ];
@@ -275,6 +278,64 @@ fn no_room(lab: &Lab) -> Result<()> {
     power_off(&guest, &mut console)
 }
 
+/// Ends an attachment by a signal, while its server stands still: what it said.
+fn end_attach(lab: &Lab, server: &MemServer, guest: &Guest, signal: Signal) -> Result<String> {
+    server.signal(Signal::SIGSTOP)?;
+    let said = tempfile::NamedTempFile::new_in("/run")?;
+    let mut attach = Command::new(lab.host.program("outram")?)
+        .args(["attach", guest.name(), "--live", "--local-ratio", "0.25"])
+        .args(["--server", &server.address])
+        .stdin(Stdio::null())
+        .stdout(File::create(said.path())?)
+        .stderr(File::options().append(true).open(said.path())?)
+        .spawn()?;
+    let is_begun = wait_for("the attachment's settings", SHORT, || {
+        let xml = virsh_ok(&["dumpxml", guest.name()])?;
+        Ok(xml.contains("outram").then_some(()))
+    });
+    // A second one has to wait.
+    let second = ["attach", guest.name(), "--live", "--local-ratio", "0.5"];
+    let second = [&second[..], &["--server", &server.address]].concat();
+    let refused = demand_refusal(lab, &second, &["is under way"]);
+    kill(Pid::from_raw(attach.id() as i32), signal)?;
+    std::thread::sleep(Duration::from_secs(1));
+    server.signal(Signal::SIGCONT)?;
+    let ended = wait_for("attach to end", LONG, || Ok(attach.try_wait()?));
+    is_begun?;
+    refused?;
+    ensure!(!ended?.success(), "it is attached all the same");
+    Ok(std::fs::read_to_string(said.path())?)
+}
+
+/// Ctrl-C leaves nothing. What a kill leaves is in nobody's way: not when the guest is saved and restored, and
+/// not when it is attached again.
+fn attach_ended(lab: &Lab) -> Result<()> {
+    let server = lab.server("1GiB")?;
+    let guest = Guest::define(ready("cutshort"))?;
+    let mut console = working(&guest)?;
+    let said = end_attach(lab, &server, &guest, Signal::SIGINT)?;
+    let wanted = "interrupted: domain 'cutshort' is as it was before";
+    ensure!(said.contains(wanted), "{said}");
+    demand_untouched(&guest)?;
+    end_attach(lab, &server, &guest, Signal::SIGKILL)?;
+    virsh_long(&["managedsave", guest.name()])?;
+    drop(console);
+    virsh_long(&["start", guest.name()])?;
+    console = guest.console()?;
+    verify(&mut console)?;
+    let attach = ["attach", guest.name(), "--live", "--local-ratio", "0.25"];
+    let attach = [&attach[..], &["--server", &server.address]].concat();
+    outram(lab, &["detach", guest.name(), "--live"])?;
+    demand_untouched(&guest)?;
+    end_attach(lab, &server, &guest, Signal::SIGKILL)?;
+    outram(lab, &attach)?;
+    wait_under_limit(&guest)?;
+    verify(&mut console)?;
+    outram(lab, &["detach", guest.name(), "--live"])?;
+    demand_untouched(&guest)?;
+    power_off(&guest, &mut console)
+}
+
 /// Ctrl-C while a server stands still: the guest is served as before.
 fn interrupted(lab: &Lab) -> Result<()> {
     let server = lab.server("1GiB")?;
@@ -415,6 +476,18 @@ fn far_disk(lab: &Lab) -> Result<()> {
     })?;
     console.ask("fs-make", "FS", LONG)?;
     console.ask("fs-write 8 1", "FS", LONG)?;
+    // What is of the definition alone does not come into what runs.
+    let config = ["attach", guest.name(), "--config", "--local-ratio", "0.5"];
+    outram(lab, &[&config[..], &["--server", &server.address]].concat())?;
+    outram(
+        lab,
+        &["tune", guest.name(), "--local-ratio=0.3", "--persist"],
+    )?;
+    let inactive = virsh_ok(&["dumpxml", "--inactive", guest.name()])?;
+    ensure!(
+        !inactive.contains("outram:disk") && inactive.contains("0.3"),
+        "{inactive}"
+    );
     let detach = ["detach", guest.name(), "--live"];
     let words = ["far-memory disk", "shut the guest down"];
     demand_refusal(lab, &detach, &words)?;
