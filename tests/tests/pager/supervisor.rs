@@ -66,6 +66,8 @@ fn unrecorded(lab: &Lab) -> Result<()> {
     let wish = Wish {
         servers: &servers,
         dies_at: Some(Point::AttachInjected),
+        // Of which only the first pager was told the key.
+        disk_mib: Some(16),
         ..wish()
     };
     let mut guest = Guest::start_unconnected(lab, &wish, |_| Ok(()))?;

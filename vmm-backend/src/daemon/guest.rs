@@ -317,6 +317,7 @@ impl GuestDoor {
             if !self.daemon.end_waiting(Stage::TakingOver) {
                 return;
             }
+            let _whole = AbortIfPanicking;
             match self.take_over(&stream) {
                 Ok(guest) => serve(&self.daemon, guest),
                 Err(error) => {
@@ -366,6 +367,17 @@ impl GuestDoor {
         let device = Device::new(device, Arc::clone(&pager) as _)
             .inspect_err(|_| undo(&pager, &vmm, &userfaultfds))?;
         Ok(Guest::new(vmm, way, pager, device, userfaultfds))
+    }
+}
+
+/// Ends the process where a panic would end a thread for which QEMU waits: the supervisor starts another.
+struct AbortIfPanicking;
+
+impl Drop for AbortIfPanicking {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
     }
 }
 

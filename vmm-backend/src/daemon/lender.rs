@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use outram_wire::causes::with_causes;
@@ -33,6 +33,8 @@ pub(super) struct Lender {
     dir: PathBuf,
     socket_user: Option<String>,
     bound: Arc<Mutex<Option<Bound>>>,
+    /// The VMM came to this supervisor's pager, and none has let it go since.
+    came: Arc<AtomicBool>,
     /// The pager's process, 0 before there is one.
     pager: Arc<AtomicI32>,
 }
@@ -94,6 +96,7 @@ impl Lender {
             dir: dir.to_owned(),
             socket_user: socket_user.map(str::to_owned),
             bound: Arc::new(Mutex::new(bound)),
+            came: Arc::default(),
             pager: Arc::default(),
         }
     }
@@ -186,6 +189,7 @@ impl Lender {
             }
             Errand::Close(numbers) => {
                 handover::close(&vmm, &numbers, &Options::default())?;
+                self.came.store(false, Ordering::Relaxed);
                 done()
             }
             Errand::Fetch(numbers) => Ok((Answer::Done, vmm.fetch_uffds(&numbers)?)),
@@ -199,9 +203,9 @@ impl Lender {
         }
     }
 
-    /// Whether the guest's VMM has come, and lives.
-    pub(super) fn vmm_lives(&self) -> bool {
-        self.vmm().is_ok_and(|vmm| !vmm.has_ended())
+    /// Whether a VMM has come, lives, and was not let go.
+    pub(super) fn has_vmm(&self) -> bool {
+        self.came.load(Ordering::Relaxed) && self.vmm().is_ok_and(|vmm| !vmm.has_ended())
     }
 
     /// The guest's VMM.
@@ -240,6 +244,7 @@ impl Lender {
         };
         self.write_down(bound)?;
         *self.bound.lock().unwrap_or_else(PoisonError::into_inner) = Some(bound);
+        self.came.store(true, Ordering::Relaxed);
         Ok(())
     }
 

@@ -350,6 +350,9 @@ fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
             Stage::Waiting if asked_to_stop || Instant::now() > deadline => {
                 if !daemon.end_waiting(Stage::Ending) {
                     // QEMU has come this very moment.
+                    daemon
+                        .asked_to_stop
+                        .fetch_or(asked_to_stop, Ordering::Relaxed);
                     continue;
                 }
                 daemon.close();

@@ -7,7 +7,7 @@
 //! work that nobody runs errands for, and replaces it. Where both were killed, it starts a pager.
 
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -36,7 +36,7 @@ use super::run_dir::RunDir;
 use super::{leave_reason, prepare, surroundings};
 use crate::crash_points;
 use crate::handover::{self, Powers, powers};
-use crate::pager::Orphan;
+use crate::pager::{DISK_KEY, Orphan};
 
 /// The exit status of a pager that wants to be started again: sysexits' "temporary failure".
 pub(super) const START_AGAIN: i32 = 75;
@@ -60,6 +60,9 @@ const SETTINGS_PAUSE: Duration = Duration::from_secs(1);
 /// looks may have to wait for a processor.
 const LOOKERS: u32 = 300;
 const LOOKERS_PAUSE: Duration = Duration::from_millis(10);
+
+/// Pagers that may fail in a row where QEMU waits for one that is to take it over.
+const MOST_RESCUES: u32 = 10;
 
 /// How long a pager that is at work already may take to say that it ends.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
@@ -115,6 +118,8 @@ struct Supervisor<'a> {
     useless: u32,
     /// When a pager was last started.
     started: Instant,
+    /// Pagers that were started for a QEMU that waits for one, and of which there is no record.
+    rescues: u32,
 }
 
 /// Runs the backend of one guest until that guest has ended. `arguments` are those after `run`.
@@ -146,6 +151,7 @@ pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCo
         takeovers: 0,
         useless: 0,
         started: Instant::now(),
+        rescues: 0,
     };
     supervisor.run()
 }
@@ -236,9 +242,21 @@ impl Supervisor<'_> {
         }
     }
 
-    /// In place of the state that a pager has begun to use.
-    fn prepare_anew(&self) -> anyhow::Result<()> {
-        Orphan::clear(&RunDir::at(&self.dir).state());
+    /// Empties the state that a pager has begun to use. It stays mounted, for others see it elsewhere.
+    fn prepare_anew(&mut self) -> anyhow::Result<()> {
+        self.rescues += 1;
+        let state = RunDir::at(&self.dir).state();
+        let key = state.join(DISK_KEY);
+        if let Some(file) = &self.flags.disk_key_file
+            && key.exists()
+        {
+            // Where it was taken from.
+            fs::copy(&key, file).context("keeping the key of its disk")?;
+        }
+        let files = fs::read_dir(&state).context("looking at what it left")?;
+        for file in files {
+            fs::remove_file(file?.path()).context("removing what it left")?;
+        }
         prepare(self.flags.clone())
     }
 
@@ -345,10 +363,15 @@ impl Supervisor<'_> {
     }
 
     /// Whether QEMU had come to a pager that was killed before it wrote down that it has the guest: QEMU stands
-    /// still until there is one again. That one takes the guest over as the first would have.
+    /// still until there is one again. That one takes the guest over as the first would have; it may fail for a
+    /// while, for a server that is out of reach.
     fn is_waited_for(&self, status: Option<ExitStatus>) -> bool {
-        let was_killed = status.is_some_and(|status| status.code().is_none());
-        was_killed && !RunDir::at(&self.dir).has_record() && self.lender.vmm_lives()
+        let goes_on = match status.map(|status| status.code()) {
+            Some(None) => true,
+            Some(Some(code)) => code != 0 && (1..MOST_RESCUES).contains(&self.rescues),
+            None => false,
+        };
+        goes_on && !RunDir::at(&self.dir).has_record() && self.lender.has_vmm()
     }
 
     /// Whether there was a guest and it has ended.
