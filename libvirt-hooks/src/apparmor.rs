@@ -11,6 +11,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -231,6 +232,8 @@ pub fn load(profile: &Path) -> Result<(), ProfileError> {
     let output = Command::new("apparmor_parser")
         .arg("--replace")
         .arg(profile)
+        // A terminal's Ctrl-C is for us to heed.
+        .process_group(0)
         .stdin(Stdio::null())
         .output()
         .map_err(ProfileError::NoParser)?;

@@ -10,6 +10,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::thread::sleep;
@@ -134,6 +135,8 @@ fn memory_limit_in(shown: &str) -> Option<MemoryLimit> {
 fn systemctl(arguments: &[&str]) -> io::Result<Output> {
     Command::new("systemctl")
         .args(arguments)
+        // A terminal's Ctrl-C is for us to heed.
+        .process_group(0)
         .stdin(Stdio::null())
         .output()
 }

@@ -1,5 +1,6 @@
 //! The `outram` command; see `outram_libvirt::cli`.
 
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -13,7 +14,8 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("outram: {}", with_causes(error.as_ref()));
+            // It fails whether or not that can be said.
+            let _ = writeln!(io::stderr(), "outram: {}", with_causes(error.as_ref()));
             ExitCode::FAILURE
         }
     }

@@ -6,7 +6,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -124,7 +124,9 @@ struct Alone {
 impl Alone {
     fn take(path: &Path) -> io::Result<Option<Self>> {
         loop {
-            let file = File::create(path)?;
+            let mut options = File::options();
+            let options = options.create(true).write(true).mode(0o600);
+            let file = options.open(path)?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Ok(None),
@@ -231,7 +233,7 @@ impl<'a> Running<'a> {
                 }
             }
             _ => complain!(
-                "warning: its disk stays, and the settings with it: 'outram detach {} --live' takes both away",
+                "warning: its disk stays, and the settings with it; once its backend answers, 'outram detach {} --live' takes both away",
                 self.name
             ),
         }
@@ -242,6 +244,8 @@ impl<'a> Running<'a> {
     fn be_alone(&self) -> Result<Alone> {
         let name = format!("{}.live", self.domain.vm_id()?);
         let path = self.paths.run.join(name);
+        fs::create_dir_all(&self.paths.run)
+            .with_context(|| format!("making {}", self.paths.run.display()))?;
         let taken = Alone::take(&path).with_context(|| format!("locking {}", path.display()))?;
         taken.with_context(|| LiveRefusal::UnderWay(self.name.to_owned()))
     }
