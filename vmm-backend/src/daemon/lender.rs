@@ -188,8 +188,8 @@ impl Lender {
                 Ok((answer, taken.uffds))
             }
             Errand::Close(numbers) => {
-                handover::close(&vmm, &numbers, &Options::default())?;
                 self.came.store(false, Ordering::Relaxed);
+                handover::close(&vmm, &numbers, &Options::default())?;
                 done()
             }
             Errand::Fetch(numbers) => Ok((Answer::Done, vmm.fetch_uffds(&numbers)?)),

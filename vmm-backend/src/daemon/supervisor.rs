@@ -8,8 +8,9 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -120,6 +121,8 @@ struct Supervisor<'a> {
     started: Instant,
     /// Pagers that were started for a QEMU that waits for one, and of which there is no record.
     rescues: u32,
+    /// The key of its disk, once they were.
+    disk_key: Option<Vec<u8>>,
 }
 
 /// Runs the backend of one guest until that guest has ended. `arguments` are those after `run`.
@@ -152,6 +155,7 @@ pub fn supervise(flags: &Flags, arguments: &[OsString]) -> anyhow::Result<ExitCo
         useless: 0,
         started: Instant::now(),
         rescues: 0,
+        disk_key: None,
     };
     supervisor.run()
 }
@@ -246,12 +250,17 @@ impl Supervisor<'_> {
     fn prepare_anew(&mut self) -> anyhow::Result<()> {
         self.rescues += 1;
         let state = RunDir::at(&self.dir).state();
-        let key = state.join(DISK_KEY);
-        if let Some(file) = &self.flags.disk_key_file
-            && key.exists()
-        {
-            // Where it was taken from.
-            fs::copy(&key, file).context("keeping the key of its disk")?;
+        if let Some(file) = &self.flags.disk_key_file {
+            if self.disk_key.is_none() {
+                self.disk_key = fs::read(state.join(DISK_KEY)).ok();
+            }
+            if let Some(key) = &self.disk_key {
+                // Where each pager takes it from.
+                let mut options = File::options();
+                let options = options.create(true).write(true).truncate(true).mode(0o600);
+                let written = options.open(file).and_then(|mut file| file.write_all(key));
+                written.context("keeping the key of its disk")?;
+            }
         }
         let files = fs::read_dir(&state).context("looking at what it left")?;
         for file in files {

@@ -327,7 +327,8 @@ impl StateDir {
 
 impl Drop for StateDir {
     fn drop(&mut self) {
-        if !self.is_ours {
+        // What a panic leaves is for the next process, as what a kill leaves.
+        if !self.is_ours || std::thread::panicking() {
             return;
         }
         if let Err(error) = self.records().wipe_keys() {

@@ -63,23 +63,18 @@ impl World {
             self.count_page(page, &entry, &mut recount);
         }
         recount.staging += shards.iter().map(|shard| shard.moves() as u64).sum::<u64>();
-        // Also what went between two steps.
-        self.gone_above += self.used_last.saturating_sub(used_before);
-        let used_most = self.limit.max(used_before + self.gone_above / 2) + brought;
-        self.note_gone_above(used_before + brought);
-        self.check_counts(&recount, used_most)
-    }
-
-    /// Half of what goes while the guest is above its limit is room for what comes.
-    fn note_gone_above(&mut self, used_before: u64) {
-        let used = self.shared.budget.used();
-        let gone = self.gone_above + used_before.saturating_sub(used);
-        let came = used.saturating_sub(used_before);
-        self.gone_above = match used_before > self.limit && used > self.limit {
-            true => gone.saturating_sub(2 * came),
+        // Above its limit, half of what goes is room, and all that was counted and did not come: never more than
+        // there was.
+        let above = match used_before > self.limit {
+            true => used_before.max(self.used_above),
+            false => used_before,
+        };
+        let used_most = self.limit.max(above) + brought;
+        self.used_above = match self.shared.budget.used() > self.limit {
+            true => above + brought,
             false => 0,
         };
-        self.used_last = used;
+        self.check_counts(&recount, used_most)
     }
 
     /// Whoever waits is known to the engine, or has a message to be read.

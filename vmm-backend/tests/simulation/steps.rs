@@ -244,8 +244,8 @@ impl Simulation {
 
     /// One step, and the check of everything after it. False where nothing can happen.
     pub(crate) fn step(&mut self) -> Result<bool, Violation> {
-        self.arrive_home()?;
         let used_before = self.shared.budget.used();
+        self.arrive_home()?;
         let possible = self.possible();
         let weights: u64 = possible.iter().map(|(weight, _)| weight).sum();
         if weights == 0 {

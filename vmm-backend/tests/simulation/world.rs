@@ -211,10 +211,8 @@ pub(crate) struct World {
     /// Pages that were there already when memory was plugged in this step: the engine has to take
     /// them, whatever its limit.
     pub(crate) brought: u64,
-    /// Pages that went while more were there than the limit, less two for each that came meanwhile.
-    pub(crate) gone_above: u64,
-    /// Pages that were there after the last step.
-    pub(crate) used_last: u64,
+    /// Most pages that were there since they were more than the limit, while they are.
+    pub(crate) used_above: u64,
     /// Pages that a backend had room for that died in this step.
     pub(crate) used_at_death: u64,
     pub(crate) staging: Vec<Option<Contents>>,
@@ -280,8 +278,7 @@ impl World {
             uffds: (0..SHARDS).map(|_| Uffd::default()).collect(),
             changing_parts: [Presence::There; SHARDS],
             brought: 0,
-            gone_above: 0,
-            used_last: 0,
+            used_above: 0,
             used_at_death: 0,
             staging: vec![None; STAGING_MOST as usize],
             opened: RefCell::new(vec![None; PAGES as usize]),
