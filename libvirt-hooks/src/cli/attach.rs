@@ -17,6 +17,7 @@ use outram_wire::units::{Limit, VmId, format_size, parse_size};
 use super::affect::AffectArguments;
 use super::completion::domain_names;
 use super::live::Running;
+use super::report::run_dir;
 use super::{LimitArguments, TuningArguments, disk, parse_server};
 use crate::attachment::{self, AttachRequest, Change, DiskRequest};
 use crate::backend_control::{BackendControl, ControlError};
@@ -363,7 +364,7 @@ const POLL: Duration = Duration::from_millis(50);
 /// Removes what a failed start may have left; a backend that still ends keeps its directory.
 pub(super) fn remove_run_dir(domain: &LibvirtDomain, paths: &Paths) -> Result<()> {
     let vm = domain.vm_id()?;
-    let run_dir = paths.run.join(vm.to_string());
+    let run_dir = run_dir(paths, vm);
     let control = BackendControl::of(&run_dir);
     if !matches!(control.status(), Err(ControlError::NotRunning(_))) {
         return Ok(());

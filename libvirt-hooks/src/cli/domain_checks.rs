@@ -13,6 +13,7 @@ use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, PageSize, format_size};
 
 use super::doctor::Check;
+use super::report::run_dir;
 use super::{host_checks, live};
 use crate::attachment::{self, AttachRequest, DiskRequest};
 use crate::backend_control::BackendControl;
@@ -161,7 +162,7 @@ impl Patient<'_> {
 
     /// A guest that is served now: could it be detached?
     fn attached(&self, domain: &DomainXml) -> Result<Vec<Check>> {
-        let run_dir = self.paths.run.join(domain.vm_id()?.to_string());
+        let run_dir = run_dir(self.paths, domain.vm_id()?);
         let status = match BackendControl::of(&run_dir).status() {
             Ok(status) => status,
             Err(error) => {
@@ -226,7 +227,7 @@ impl Patient<'_> {
     /// Bytes that these servers have set aside for the guest as it runs, if it does.
     fn promised_by(&self, servers: &[ServerAddress]) -> u64 {
         let Ok(vm) = self.found.vm_id() else { return 0 };
-        let run_dir = self.paths.run.join(vm.to_string());
+        let run_dir = run_dir(self.paths, vm);
         let Ok(status) = BackendControl::of(&run_dir).status() else {
             return 0;
         };

@@ -22,6 +22,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::attach::{list, remove_run_dir};
 use super::progress::Progress;
+use super::report::run_dir;
 use crate::apparmor::GuestProfile;
 use crate::attachment::{self, AttachRequest, Change, RunningAttachment};
 use crate::backend_control::{BackendControl, ControlError, Homecoming};
@@ -173,7 +174,7 @@ impl<'a> Running<'a> {
     pub(super) fn new(domain: &'a LibvirtDomain, name: &'a str, paths: &'a Paths) -> Result<Self> {
         let xml = DomainXml::parse(&domain.running_definition()?)?;
         let vm = domain.vm_id()?;
-        let run_dir = paths.run.join(vm.to_string());
+        let run_dir = run_dir(paths, vm);
         Ok(Self {
             domain,
             name,

@@ -9,7 +9,7 @@ use clap::Args;
 use outram_wire::scrape::Page;
 
 use super::completion::domain_names;
-use super::report::{Guest, all_guests, find_guest};
+use super::report::{Guest, all_guests, find_guest, run_dir};
 use crate::backend_control::ControlError;
 use crate::host::Paths;
 use crate::launch;
@@ -96,6 +96,6 @@ fn line(guest: &Guest, answers: bool) -> (String, String, bool) {
 
 /// Whether a guest without a backend is off as it should be, rather than without its memory.
 fn has_ended(guest: &Guest, paths: &Paths) -> bool {
-    let run_dir = paths.run.join(guest.vm.to_string());
+    let run_dir = run_dir(paths, guest.vm);
     launch::reason(&run_dir).is_none() && !launch::is_abandoned(&run_dir)
 }

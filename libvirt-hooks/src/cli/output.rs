@@ -1,4 +1,4 @@
-//! Output that goes on and on: printed so that a reader who has had enough ends it quietly.
+//! What commands say: that nobody reads it is no failure, and ends what goes on and on quietly.
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write};

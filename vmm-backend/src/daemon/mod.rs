@@ -341,11 +341,8 @@ fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
     loop {
         std::thread::sleep(WATCH);
         let stage = daemon.stage();
-        if matches!(stage, Stage::TakingOver) {
-            // QEMU waits for this process, and would for ever.
-            continue;
-        }
-        let asked_to_stop = daemon.take_stop_request();
+        // Of a hand-over QEMU waits for the end, and would for ever: what is asked for meanwhile is heard then.
+        let asked_to_stop = !matches!(stage, Stage::TakingOver) && daemon.take_stop_request();
         match stage {
             Stage::Waiting if asked_to_stop || Instant::now() > deadline => {
                 if !daemon.end_waiting(Stage::Ending) {

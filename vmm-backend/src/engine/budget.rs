@@ -112,17 +112,21 @@ impl Budget {
 
     /// Takes back what was counted for pages that did not come.
     pub fn cancel(&self, pages: u64) {
-        let before = self.used.fetch_sub(pages, Ordering::SeqCst);
-        assert!(before >= pages, "more pages cancelled than were counted");
+        self.subtract(pages);
     }
 
     /// Takes back what was counted for pages that have gone.
     pub fn release(&self, pages: u64) {
+        let used = self.subtract(pages);
+        if self.ceiling.load(Ordering::SeqCst) > 0 {
+            self.lower_ceiling(pages, used);
+        }
+    }
+
+    fn subtract(&self, pages: u64) -> u64 {
         let before = self.used.fetch_sub(pages, Ordering::SeqCst);
         assert!(before >= pages, "more pages released than were counted");
-        if self.ceiling.load(Ordering::SeqCst) > 0 {
-            self.lower_ceiling(pages, before - pages);
-        }
+        before - pages
     }
 
     /// Half of what goes is for the excess to become less. Of the other half, no more is kept for faults to come
