@@ -377,7 +377,7 @@ const BEGAN: &str = "began";
 const ALIVE: &str = "alive";
 
 /// Longest until either: a few seconds on a machine that has time.
-const SILENCE: Duration = Duration::from_secs(300);
+const SILENCE: Duration = Duration::from_secs(180);
 
 /// The same where the guest's kernel has said what is the matter. A processor that stands still may yet go on.
 const EXPLAINED: Duration = Duration::from_secs(100);
