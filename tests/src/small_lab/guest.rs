@@ -7,6 +7,8 @@ use std::process::{Child, ExitStatus};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use outram_backend::crash_points::Point;
 use outram_wire::control::{Phase, Reply, Request, Status};
 use outram_wire::granularity::Granularity;
@@ -155,6 +157,11 @@ impl Guest {
             pages: (wish.ram_mib.iter().sum::<u64>() << 20) / PAGE,
         };
         let connected = guest.vmm.wait_connected().map(drop);
+        if connected.is_err() {
+            // One that has refused its guest stays for a minute, for whoever asks why.
+            let backend = Pid::from_raw(guest.backend.id() as i32);
+            kill(backend, Signal::SIGTERM)?;
+        }
         connected.with_context(|| guest.log())?;
         Ok(guest)
     }

@@ -247,6 +247,23 @@ impl DemandReads {
             })
     }
 
+    /// Whether a request waits for its socket to take it.
+    pub(super) fn wants_write(&self) -> bool {
+        self.lines().any(|(_, conn)| conn.wants_write())
+    }
+
+    /// Takes from the sockets what has come of what was asked for, and notes the servers that it came from.
+    pub(super) fn look(&mut self, found: &mut Vec<ServerIndex>) {
+        for (server, line) in self.lines.iter_mut().enumerate() {
+            if let Line::Up(conn) = line
+                && conn.pending() > 0
+                && conn.look()
+            {
+                found.push(server);
+            }
+        }
+    }
+
     /// Takes a connection out, to handle its replies.
     pub(super) fn lend(&mut self, server: ServerIndex) -> Option<Box<DataConn>> {
         match std::mem::replace(&mut self.lines[server], Line::Lent) {

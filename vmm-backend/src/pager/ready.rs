@@ -2,11 +2,9 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::spin::{Lookout, Spin};
 use crate::engine::slots::ServerIndex;
 use crate::remote::DataConn;
 
@@ -24,6 +22,16 @@ impl Ready {
     /// fault a system call.
     pub(super) fn has_own(&self, number: usize) -> bool {
         self.own & (1 << number) != 0
+    }
+
+    /// Notes that it is.
+    pub(super) fn add_own(&mut self, number: usize) {
+        self.own |= 1 << number;
+    }
+
+    /// Whether nothing is.
+    pub(super) fn is_nothing(&self) -> bool {
+        self.own == 0 && self.servers.is_empty()
     }
 }
 
@@ -69,17 +77,10 @@ impl<'a> Watched<'a> {
         Ok(self.ready())
     }
 
-    /// Waits until something is ready, for a short time without sleeping.
-    pub(super) fn wait_awake(mut self, spin: &mut Spin) -> io::Result<Ready> {
-        spin.wait(&mut self)?;
-        Ok(self.ready())
-    }
-
-    fn poll(&mut self, timeout: Option<&Timespec>) -> io::Result<bool> {
+    fn poll(&mut self, timeout: Option<&Timespec>) -> io::Result<()> {
         match rustix::event::poll(&mut self.fds, timeout) {
-            Ok(ready) => Ok(ready > 0),
-            // Nothing is noted of any.
-            Err(rustix::io::Errno::INTR) => Ok(false),
+            // When interrupted, nothing is noted of any.
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
     }
@@ -94,19 +95,5 @@ impl<'a> Watched<'a> {
             own: own.fold(0, |bits, fd| bits << 1 | u32::from(is_ready(fd))),
             servers: self.servers,
         }
-    }
-}
-
-impl Lookout for Watched<'_> {
-    fn look(&mut self, may_sleep: bool) -> io::Result<bool> {
-        self.poll((!may_sleep).then_some(&Timespec::default()))
-    }
-
-    fn offer(&mut self) {
-        std::thread::yield_now();
-    }
-
-    fn now(&self) -> Instant {
-        Instant::now()
     }
 }

@@ -15,6 +15,7 @@ use crossbeam_channel::Sender;
 use outram_wire::logging::Seldom;
 use rustix::event::Timespec;
 
+use super::awake::Awaited;
 use super::demand::DemandReads;
 use super::evictor::EvictorOrder;
 use super::guest_ram::{GuestRam, intersect};
@@ -58,8 +59,8 @@ const GOES_ON: Duration = Duration::from_millis(1);
 const RETRIES_AT_ONCE: usize = 100;
 
 /// Numbers of what a shard's thread waits for beside its connections.
-const UFFD: usize = 0;
-const MESSAGES: usize = 1;
+pub(super) const UFFD: usize = 0;
+pub(super) const MESSAGES: usize = 1;
 
 /// What a shard's thread is told.
 pub(super) enum ShardEvent {
@@ -298,7 +299,7 @@ impl ShardThread {
         let mut events = Events::new();
         loop {
             self.shard.ports().send_to_write();
-            let ready = match self.wait() {
+            let ready = match self.wait(&mut events) {
                 Ok(ready) => ready,
                 Err(error) => {
                     static CANNOT_WAIT: Seldom = Seldom::new();
@@ -350,7 +351,7 @@ impl ShardThread {
     }
 
     /// Waits until something is to be done.
-    fn wait(&mut self) -> io::Result<Ready> {
+    fn wait(&mut self, events: &mut Events) -> io::Result<Ready> {
         let shard = &self.shard;
         let again =
             shard.has_retries() || shard.has_more_to_bring() || shard.has_slots_to_give_back();
@@ -360,13 +361,20 @@ impl ShardThread {
         };
         let guest_goes_on = self.last_of_guest.elapsed() < GOES_ON;
         let ports = self.shard.ports();
-        // In the order of UFFD and MESSAGES.
-        let own = [ports.uffd.as_fd(), self.messages.as_fd()];
-        let watched = Watched::new(&own, ports.demand.lines());
-        match retry {
-            None if guest_goes_on => watched.wait_awake(&mut self.spin),
-            retry => watched.wait(retry),
+        if retry.is_none() && guest_goes_on && !ports.demand.wants_write() {
+            let mut awaited = Awaited {
+                uffd: &ports.uffd,
+                events,
+                messages: &self.messages,
+                demand: &mut ports.demand,
+                ready: Ready::default(),
+            };
+            self.spin.wait(&mut awaited)?;
+            return Ok(awaited.ready);
         }
+        // In the order of their numbers.
+        let own = [ports.uffd.as_fd(), self.messages.as_fd()];
+        Watched::new(&own, ports.demand.lines()).wait(retry)
     }
 
     /// A COPY is refused from the start of a discard until its caller has gone on after we read the

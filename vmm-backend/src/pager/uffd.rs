@@ -374,9 +374,24 @@ impl Uffd {
         !matches!(poll(&mut fds, Some(&Timespec::default())), Ok(0))
     }
 
+    /// Whether there is anything to [`read`](Self::read), an error among it. What has come is taken, so that it
+    /// costs no more to know than to read.
+    pub(super) fn look(&self, events: &mut Events) -> bool {
+        if events.looked.is_none() {
+            let read = self.read(events);
+            let is_nothing = read.as_ref().is_ok_and(Vec::is_empty);
+            events.looked = Some(read).filter(|_| !is_nothing);
+        }
+        events.looked.is_some()
+    }
+
     /// Reads what has come, at most one buffer full.
     pub(super) fn read(&self, events: &mut Events) -> io::Result<Vec<Event>> {
-        let read = self.inner.read_events(&mut events.0).map_err(io_error)?;
+        if let Some(looked) = events.looked.take() {
+            return looked;
+        }
+        let read = self.inner.read_events(&mut events.buffer);
+        let read = read.map_err(io_error)?;
         read.collect::<Result<_, _>>().map_err(io_error)
     }
 }
@@ -387,13 +402,20 @@ impl AsFd for Uffd {
     }
 }
 
-/// A buffer for messages.
-pub(super) struct Events(EventBuffer);
+/// A buffer for messages, of one userfaultfd.
+pub(super) struct Events {
+    buffer: EventBuffer,
+    /// What a look has taken.
+    looked: Option<io::Result<Vec<Event>>>,
+}
 
 impl Events {
     /// An empty buffer.
     pub(super) fn new() -> Self {
-        Self(EventBuffer::new(MESSAGES_PER_READ))
+        Self {
+            buffer: EventBuffer::new(MESSAGES_PER_READ),
+            looked: None,
+        }
     }
 }
 

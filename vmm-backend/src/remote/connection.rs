@@ -106,7 +106,7 @@ impl Line {
 }
 
 enum Carrier {
-    Tcp(TcpConn),
+    Tcp(Box<TcpConn>),
     Verbs(Box<VerbsConn>),
 }
 
@@ -167,7 +167,7 @@ impl DataConn {
     /// Takes a socket that the server has admitted and that does not block.
     pub(super) fn new(server: ServerAddress, socket: TcpStream) -> Self {
         Self {
-            carrier: Carrier::Tcp(TcpConn::new(server, socket)),
+            carrier: Carrier::Tcp(Box::new(TcpConn::new(server, socket))),
             generation: 0,
         }
     }
@@ -240,6 +240,12 @@ impl DataConn {
         on_completion: impl FnMut(u64, Result<&mut [u8], ExtentError>),
     ) -> Result<(), RemoteError> {
         carried!(mut self.receive(on_completion))
+    }
+
+    /// Whether something has arrived, or the connection has failed: for [`Self::receive`], which is to be called
+    /// then. What has arrived is taken from the carrier, so that it costs no more to know than to receive.
+    pub fn look(&mut self) -> bool {
+        carried!(mut self.look())
     }
 
     /// Requests in flight.

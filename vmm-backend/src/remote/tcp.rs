@@ -65,6 +65,19 @@ pub(super) struct TcpConn {
     queue: Vec<u8>,
     queue_start: usize,
     buffer: Buffer,
+    /// What a look came to.
+    looked: Option<io::Result<Taken>>,
+}
+
+/// What was taken from the socket at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Taken {
+    /// There was nothing.
+    Nothing,
+    /// All that there was.
+    All,
+    /// As much as there was room for.
+    Part,
 }
 
 /// What has arrived and is not done with.
@@ -137,6 +150,7 @@ impl TcpConn {
             queue: Vec::new(),
             queue_start: 0,
             buffer: Buffer::new(BUFFER_BYTES),
+            looked: None,
         }
     }
 
@@ -284,23 +298,47 @@ impl TcpConn {
     ) -> Result<(), RemoteError> {
         self.line.check_alive()?;
         loop {
-            self.make_room();
-            let free = self.buffer.free();
-            let room = free.len();
-            let read = match self.socket.read(free) {
-                Ok(0) => return Err(self.line.die(io::ErrorKind::UnexpectedEof.into())),
-                Ok(read) => read,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) if is_temporary(&error) => return Ok(()),
+            let looked = self.looked.take();
+            let taken = match looked.unwrap_or_else(|| self.take()) {
+                Ok(taken) => taken,
                 Err(error) => return Err(self.line.die(error)),
             };
-            self.buffer.end += read;
-            self.line.received_bytes += read as u64;
-            self.complete(&mut on_completion)?;
-            // A short read took all that had arrived; what comes now raises a new poll event.
-            if read < room {
+            if taken != Taken::Nothing {
+                self.complete(&mut on_completion)?;
+            }
+            // What comes once all was taken raises a new poll event.
+            if taken != Taken::Part {
                 return Ok(());
             }
+        }
+    }
+
+    /// Whether there is anything to [`receive`](Self::receive), an error among it. What has arrived is in the
+    /// buffer from now on.
+    pub(super) fn look(&mut self) -> bool {
+        if self.looked.is_none() && !self.line.dead {
+            self.looked = Some(self.take()).filter(|taken| !matches!(taken, Ok(Taken::Nothing)));
+        }
+        self.looked.is_some() || self.line.dead
+    }
+
+    /// Takes what the socket has, by one read.
+    fn take(&mut self) -> io::Result<Taken> {
+        self.make_room();
+        loop {
+            let free = self.buffer.free();
+            let room = free.len();
+            return match self.socket.read(free) {
+                Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => {
+                    self.buffer.end += read;
+                    self.line.received_bytes += read as u64;
+                    Ok(if read < room { Taken::All } else { Taken::Part })
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if is_temporary(&error) => Ok(Taken::Nothing),
+                Err(error) => Err(error),
+            };
         }
     }
 
@@ -390,7 +428,87 @@ fn is_temporary(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+    use std::time::{Duration, Instant};
+
     use super::*;
+
+    const PAYLOAD: u32 = 4096;
+
+    /// A connection that has asked for a few bytes by this request, and its other end.
+    fn asked(id: u64) -> (TcpConn, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let socket = TcpStream::connect(address).expect("somebody listens");
+        socket.set_nonblocking(true).expect("a socket");
+        let (peer, _) = listener.accept().expect("somebody comes");
+        let name = address.to_string().parse().expect("an address");
+        let mut conn = TcpConn::new(name, socket);
+        let extent = Extent {
+            slab: SlabId(7),
+            offset: 0,
+            length: PAYLOAD,
+        };
+        conn.submit_read(id, &[extent]).expect("sent");
+        (conn, peer)
+    }
+
+    fn reply(id: u64) -> Vec<u8> {
+        let head = data::encode_reply(&data::ReplyHeader {
+            status: Status::Done,
+            extent: 0,
+            payload_bytes: PAYLOAD,
+            id,
+        });
+        let payload = (0..PAYLOAD).map(|at| at as u8);
+        head.into_iter().chain(payload).collect()
+    }
+
+    /// Looks until something has arrived.
+    fn look(conn: &mut TcpConn) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !conn.look() {
+            assert!(Instant::now() < deadline, "nothing has arrived");
+        }
+    }
+
+    /// Requests that have ended, and their bytes; and whether the connection is alive.
+    type Received = (Vec<(u64, Vec<u8>)>, Result<(), RemoteError>);
+
+    fn receive(conn: &mut TcpConn) -> Received {
+        let mut ended = Vec::new();
+        let received = conn.receive(|id, outcome| {
+            ended.push((id, outcome.expect("it was carried out").to_vec()));
+        });
+        (ended, received)
+    }
+
+    #[test]
+    fn what_a_look_takes_is_received_once_and_an_end_behind_it_is_met() {
+        let (mut conn, mut peer) = asked(5);
+        assert!(!conn.look(), "nothing was sent yet");
+        let reply = reply(5);
+        let (begin, rest) = reply.split_at(1000);
+        for part in [begin, rest] {
+            peer.write_all(part).expect("it is taken");
+            look(&mut conn);
+            assert!(conn.look(), "it was not received yet");
+            let (ended, received) = receive(&mut conn);
+            received.expect("alive");
+            let is_whole = part.len() == rest.len();
+            let expected = is_whole.then(|| (5, reply[REPLY_BYTES..].to_vec()));
+            assert_eq!(ended, Vec::from_iter(expected));
+            assert!(!conn.look(), "all was received");
+        }
+        assert_eq!(conn.line.received_bytes, reply.len() as u64);
+        assert_eq!(conn.pending(), 0);
+
+        drop(peer);
+        look(&mut conn);
+        assert!(receive(&mut conn).1.is_err(), "it has ended");
+        assert!(conn.look(), "that it has is to be heard again");
+        assert!(receive(&mut conn).1.is_err());
+    }
 
     #[test]
     fn replies_begin_amid_a_page_in_a_buffer_that_grows_too() {

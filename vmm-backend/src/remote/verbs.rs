@@ -24,7 +24,7 @@ use outram_wire::server::{Extent, SlabId, Token};
 use outram_wire::verbs::{
     Choice, Domain, End, Initiator, Port, PostError, Presence, Remote, Stretch, VerbsError,
 };
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::connection::Line;
 use super::{ExtentError, RemoteError, ServerAddress, SubmitError};
@@ -197,7 +197,7 @@ fn wait_readable(fd: BorrowedFd<'_>, limit: Duration) -> io::Result<()> {
         tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(limit.subsec_nanos()),
     };
-    match rustix::event::poll(
+    match poll(
         &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
         Some(&limit),
     ) {
@@ -323,6 +323,13 @@ impl VerbsConn {
             self.line.dead = true;
             self.failed(source)
         })
+    }
+
+    /// Whether there is anything to [`receive`](Self::receive), an error among it.
+    pub(super) fn look(&self) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
+        // A failure shows where it is waited for.
+        self.line.dead || matches!(poll(&mut fds, Some(&Timespec::default())), Ok(1..))
     }
 
     pub(super) fn pending(&self) -> usize {
