@@ -115,14 +115,20 @@ export {}
 
 /// The other machine's script: it serves until it finds the file 'end'.
 fn serve(program: &str) -> String {
+    let swap = match Form::wanted().swapped {
+        [] => String::new(),
+        _ => format!(
+            "truncate -s {SWAP_MIB}M /dev/shm/swap
+printf '[generic]\n[swap]\nexportname = /dev/shm/swap\n' >/run/nbd.conf
+if command -v nbd-server; then nbd-server -C /run/nbd.conf; fi"
+        ),
+    };
     format!(
         "set -e
 {joined}
 {program} --listen {ADDRESS} --metrics {METRICS} --memory 512MiB --slab-size 4MiB \\
   --tls-ca {SHARED_PKI}/ca.pem --tls-cert {SHARED_PKI}/{SERVER}.pem --tls-key {SHARED_PKI}/{SERVER}.key &
-truncate -s {SWAP_MIB}M /dev/shm/swap
-printf '[generic]\n[swap]\nexportname = /dev/shm/swap\n' >/run/nbd.conf
-if command -v nbd-server; then nbd-server -C /run/nbd.conf; fi
+{swap}
 until (exec 3<>/dev/tcp/{HOST}/7741) 2>/dev/null; do sleep 0.2; done
 touch /share/serves
 until [ -e /share/end ]; do sleep 1; done
@@ -172,7 +178,16 @@ struct Form {
     loses_frames: bool,
 }
 
-/// Each way of the pages, and what becomes of the guest with it; the kernel's swap is there to compare with.
+impl Form {
+    fn wanted() -> &'static Self {
+        match long_wanted() {
+            true => &LONG_FORM,
+            false => &SHORT_FORM,
+        }
+    }
+}
+
+/// Each way of the pages, and what becomes of the guest with it, without the kernel's swap to compare it with.
 const SHORT_FORM: Form = Form {
     ram_mib: 160,
     share: 45,
@@ -206,10 +221,7 @@ const SETTLING: usize = 4;
 
 /// On the first machine.
 fn guests(lab: &Lab) -> Result<()> {
-    let form = match long_wanted() {
-        true => &LONG_FORM,
-        false => &SHORT_FORM,
-    };
+    let form = Form::wanted();
     run("cp", &["-rT", SHARED_PKI, PKI])?;
     println!(
         "{SHOWN}{:<9}{:>6}{:>12}{:>13}{:>11}{:>9}{:>9}{:>9}{:>20}",

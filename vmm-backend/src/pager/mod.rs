@@ -4,7 +4,7 @@
 //! writes back, and one that hears the servers' sessions and keeps the house. None of
 //! them ever pins a page, takes a lock across I/O, or waits for another but through its inbox.
 
-mod awake;
+mod awaited;
 mod demand;
 mod evictor;
 pub(crate) mod fuzzing;

@@ -73,14 +73,9 @@ impl<'a> Watched<'a> {
 
     /// Waits until something is ready or the time is up.
     pub(super) fn wait(mut self, timeout: Option<&Timespec>) -> io::Result<Ready> {
-        self.poll(timeout)?;
-        Ok(self.ready())
-    }
-
-    fn poll(&mut self, timeout: Option<&Timespec>) -> io::Result<()> {
         match rustix::event::poll(&mut self.fds, timeout) {
             // When interrupted, nothing is noted of any.
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(self.ready()),
             Err(errno) => Err(errno.into()),
         }
     }

@@ -6,7 +6,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -15,13 +14,13 @@ use crossbeam_channel::Sender;
 use outram_wire::logging::Seldom;
 use rustix::event::Timespec;
 
-use super::awake::Awaited;
+use super::awaited::{Awaited, MESSAGES, UFFD};
 use super::demand::DemandReads;
 use super::evictor::EvictorOrder;
 use super::guest_ram::{GuestRam, intersect};
 use super::inbox::{Inbox, Messages};
 use super::lock;
-use super::ready::{Ready, Watched};
+use super::ready::Ready;
 use super::released::{NotReleased, Released};
 use super::spin::Spin;
 use super::state_dir::StagingArea;
@@ -57,10 +56,6 @@ const GOES_ON: Duration = Duration::from_millis(1);
 
 /// Retries in a row between two discards: some 100 µs, longer than their caller takes to go on.
 const RETRIES_AT_ONCE: usize = 100;
-
-/// Numbers of what a shard's thread waits for beside its connections.
-pub(super) const UFFD: usize = 0;
-pub(super) const MESSAGES: usize = 1;
 
 /// What a shard's thread is told.
 pub(super) enum ShardEvent {
@@ -361,20 +356,20 @@ impl ShardThread {
         };
         let guest_goes_on = self.last_of_guest.elapsed() < GOES_ON;
         let ports = self.shard.ports();
-        if retry.is_none() && guest_goes_on && !ports.demand.wants_write() {
-            let mut awaited = Awaited {
-                uffd: &ports.uffd,
-                events,
-                messages: &self.messages,
-                demand: &mut ports.demand,
-                ready: Ready::default(),
-            };
-            self.spin.wait(&mut awaited)?;
-            return Ok(awaited.ready);
+        // Only who sleeps hears of a socket that takes more.
+        let looks = retry.is_none() && guest_goes_on && !ports.demand.wants_write();
+        let mut awaited = Awaited {
+            uffd: &ports.uffd,
+            events,
+            messages: &self.messages,
+            demand: &mut ports.demand,
+            ready: Ready::default(),
+        };
+        match looks {
+            true => self.spin.wait(&mut awaited)?,
+            false => awaited.sleep(retry)?,
         }
-        // In the order of their numbers.
-        let own = [ports.uffd.as_fd(), self.messages.as_fd()];
-        Watched::new(&own, ports.demand.lines()).wait(retry)
+        Ok(awaited.ready)
     }
 
     /// A COPY is refused from the start of a discard until its caller has gone on after we read the

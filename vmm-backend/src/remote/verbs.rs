@@ -24,7 +24,7 @@ use outram_wire::server::{Extent, SlabId, Token};
 use outram_wire::verbs::{
     Choice, Domain, End, Initiator, Port, PostError, Presence, Remote, Stretch, VerbsError,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::connection::Line;
 use super::{ExtentError, RemoteError, ServerAddress, SubmitError};
@@ -192,16 +192,18 @@ impl Half {
     }
 }
 
-fn wait_readable(fd: BorrowedFd<'_>, limit: Duration) -> io::Result<()> {
+/// Waits until there is something to read, for so long at most; whether there is.
+fn wait_readable(fd: BorrowedFd<'_>, limit: Duration) -> io::Result<bool> {
     let limit = Timespec {
         tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(limit.subsec_nanos()),
     };
-    match poll(
+    match rustix::event::poll(
         &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
         Some(&limit),
     ) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Ok(readable) => Ok(readable > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
         Err(errno) => Err(errno.into()),
     }
 }
@@ -327,9 +329,8 @@ impl VerbsConn {
 
     /// Whether there is anything to [`receive`](Self::receive), an error among it.
     pub(super) fn look(&self) -> bool {
-        let mut fds = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
         // A failure shows where it is waited for.
-        self.line.dead || matches!(poll(&mut fds, Some(&Timespec::default())), Ok(1..))
+        self.line.dead || wait_readable(self.as_fd(), Duration::ZERO).unwrap_or(false)
     }
 
     pub(super) fn pending(&self) -> usize {

@@ -1,19 +1,25 @@
-//! What a shard's thread looks at while it does not sleep: its userfaultfd, its messages, and what it has asked its
-//! memory servers for.
+//! What a shard's thread waits for: its userfaultfd, its messages, and its memory servers.
 //!
-//! Each by the very call that takes what is there, or by none. To ask for all of them at once whether something is
-//! there, and take it then, costs a fault two calls more, which the guest waits for.
+//! While it does not sleep, each is looked at by the very call that takes what is there, or by none. To ask for all
+//! of them at once whether something is there, and take it then, costs a fault two calls more, which the guest
+//! waits for.
 
 use std::io;
 use std::os::fd::AsFd;
 use std::time::Instant;
 
+use rustix::event::Timespec;
+
 use super::demand::DemandReads;
 use super::inbox::Messages;
 use super::ready::{Ready, Watched};
-use super::shard_thread::{MESSAGES, ShardEvent, UFFD};
+use super::shard_thread::ShardEvent;
 use super::spin::Lookout;
 use super::uffd::{Events, Uffd};
+
+/// Numbers, in what is ready, of what a shard's thread waits for beside its connections.
+pub(super) const UFFD: usize = 0;
+pub(super) const MESSAGES: usize = 1;
 
 /// What a shard's thread waits for.
 pub(super) struct Awaited<'a> {
@@ -23,19 +29,27 @@ pub(super) struct Awaited<'a> {
     pub(super) events: &'a mut Events,
     /// What it is told.
     pub(super) messages: &'a Messages<ShardEvent>,
-    /// Its demand reads, none of which wait for a socket to take them.
+    /// Its demand reads.
     pub(super) demand: &'a mut DemandReads,
     /// What was found.
     pub(super) ready: Ready,
+}
+
+impl Awaited<'_> {
+    /// Sleeps until something is ready, or a socket takes what waits for it, or the time is up.
+    pub(super) fn sleep(&mut self, timeout: Option<&Timespec>) -> io::Result<()> {
+        // In the order of their numbers.
+        let own = [self.uffd.as_fd(), self.messages.as_fd()];
+        self.ready = Watched::new(&own, self.demand.lines()).wait(timeout)?;
+        Ok(())
+    }
 }
 
 impl Lookout for Awaited<'_> {
     /// A connection over which nothing was asked for is only looked at before sleeping.
     fn look(&mut self, may_sleep: bool) -> io::Result<bool> {
         if may_sleep {
-            // In the order of their numbers.
-            let own = [self.uffd.as_fd(), self.messages.as_fd()];
-            self.ready = Watched::new(&own, self.demand.lines()).wait(None)?;
+            self.sleep(None)?;
             return Ok(!self.ready.is_nothing());
         }
         if self.uffd.look(self.events) {
