@@ -137,7 +137,7 @@ fn is_held(inode: u64) -> bool {
 
 /// Fills, works on and verifies what is taken.
 fn work_and_verify(console: &mut Console) -> Result<()> {
-    console.ask("work 5", "WORKED", LONG)?;
+    console.ask("work 2", "WORKED", LONG)?;
     let report = console.ask("verify", "CHECKER", LONG)?;
     demand_no_mismatch(console, &report)
 }

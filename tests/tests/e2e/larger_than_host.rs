@@ -45,7 +45,7 @@ fn larger(lab: &Lab) -> Result<()> {
     );
     all_is_somewhere(&guest)?;
     // Not in the order in which it was filled, with stores; then each page once more.
-    console.ask("work 20", "WORKED", 4 * LONG)?;
+    console.ask("work 8", "WORKED", 4 * LONG)?;
     let report = console.ask("verify", "CHECKER", 4 * LONG)?;
     demand_no_mismatch(&console, &report)?;
     for pid in [guest.qemu_pid()?, backend] {

@@ -22,7 +22,7 @@ pub(crate) const TESTS: &[Test] = &[
 ];
 
 /// Seconds of random reads and writes between filling and the last look at every page.
-const WORK_SECONDS: u64 = 5;
+const WORK_SECONDS: u64 = 3;
 
 /// What QEMU needs beside the guest's RAM under emulation (90 MiB were seen: translated code, its
 /// own data), and the backend beside its limit (headroom, page table, its fixed part): together with

@@ -169,7 +169,7 @@ is "its capabilities" "$(control "$backend" CapEff)" 0000000001284023
 nsenter -t "$backend" -m touch /etc/outram-was-here 2>/dev/null && fail "the backend may write to /etc"
 if journalctl -q -u "$unit" | grep 'are not counted'; then fail "its sandbox keeps it from counting signals"; fi
 outram status lab
-# Where it could not be had at first, it is tried again after a minute.
+# Where it could not be had at first, it is tried again.
 over_rdma() { outram status lab | grep -q 'pages over RDMA (rxe0)'; }
 within 400 over_rdma
 checks() { grep -ac 'CHECKER' /var/log/libvirt/qemu/lab-console.log || true; }

@@ -194,7 +194,7 @@ fn beyond_its_lease(lab: &Lab) -> Result<()> {
     };
     let mut guest = filled(lab, &wish)?;
     guest.settle()?;
-    stand_still(&mut guest, Duration::from_secs(12))?;
+    stand_still(&mut guest, Duration::from_secs(7))?;
     let all = verify_all(&mut guest)?;
     let is_stopped = |status: &Status| status.phase == Phase::Stopped && status.lost_bytes > 0;
     guest.wait_status("the guest to be stopped", is_stopped)?;

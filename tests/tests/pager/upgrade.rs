@@ -24,7 +24,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
 const FILLED: u64 = 14_000;
 
 /// Changes of the build, one after another.
-const ROUNDS: usize = 4;
+const ROUNDS: usize = 2;
 
 /// The programs of the build before this one.
 struct Previous(PathBuf);

@@ -62,10 +62,8 @@ pub(crate) fn work(guest: &mut Guest, seconds: f64) -> Result<u64> {
 /// Waits until a guest whose pages go over TCP meanwhile has taken to RDMA again.
 pub(crate) fn wait_back(guest: &Guest, wanted: &str) -> Result<()> {
     let is_back = |status: &Status| transport(status) == wanted;
-    // A young session waits for a minute before it makes its connections anew.
     guest
-        .wait_status("a minute", is_back)
-        .or_else(|_| guest.wait_status("pages to go over RDMA again", is_back))
+        .wait_status("pages to go over RDMA again", is_back)
         .map(drop)
 }
 
