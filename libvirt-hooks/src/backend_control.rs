@@ -12,13 +12,17 @@ use outram_wire::control::{
 use outram_wire::tuning::Tuning;
 use outram_wire::units::Limit;
 
-/// How long a backend may take to answer. Its control thread waits for nothing, so a longer
-/// silence means that it does not run.
+/// How long a backend may take to answer what it has to ask nobody else for: a longer silence means
+/// that it does not run.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// How long a new limit may take: servers are asked for more first, one after another, and one that has just
+/// gone is waited for for nine seconds.
+const TUNE_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// How long the release of a guest's memory may take: half a minute for what the disk has in work,
-/// and as much for closing the userfaultfds in QEMU.
-const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
+/// as much for closing the userfaultfds in QEMU, and a little for the rest.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(75);
 
 /// Why a backend gave no usable answer.
 #[derive(Debug, thiserror::Error)]
@@ -105,12 +109,17 @@ impl BackendControl {
 
     /// Sets a new limit.
     pub fn tune(&self, limit: Limit) -> Result<(), ControlError> {
-        self.command(Request::Tune(limit))
+        self.patient().command(Request::Tune(limit))
     }
 
     /// Has the guest's memory moved so from now on.
     pub fn set_tuning(&self, tuning: Tuning) -> Result<(), ControlError> {
-        self.command(Request::SetTuning(tuning))
+        self.patient().command(Request::SetTuning(tuning))
+    }
+
+    /// For what servers may be asked for first.
+    fn patient(&self) -> Self {
+        self.clone().with_timeout(TUNE_TIMEOUT)
     }
 
     /// Has the backend's process replaced by one of the program that is installed now. That it has

@@ -101,12 +101,7 @@ fn restart(guest: &Guest, paths: &Paths) -> Result<String> {
             .map_err(anyhow::Error::from)
             .and_then(|backend| Ok(launch::start_again(&backend, &dir, paths.systemd)?)),
     };
-    outcome.with_context(|| {
-        format!(
-            "domain '{name}': {} is not restarted (one of an earlier version cannot be)",
-            described(&before)
-        )
-    })?;
+    outcome.with_context(|| format!("domain '{name}': {} is not restarted", described(&before)))?;
     let mut silent_since = None;
     loop {
         match guest.control.status() {

@@ -9,8 +9,9 @@ use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::proxy::{Mischief, Proxy};
 use outram_tests::hermetic::server::MemServer;
-use outram_wire::control::{Phase, ServerStatus, Status};
+use outram_wire::control::{Phase, Request, ServerStatus, Status};
 use outram_wire::seal::Seal;
+use outram_wire::units::Limit;
 use serde_json::json;
 
 use crate::fixture::{Guest, LEAST, LONG, Lab, Lender, PAGE, SLAB, Wish, demand_sound, halt};
@@ -24,6 +25,10 @@ pub(crate) const TESTS: &[crate::Test] = &[
     (
         "a_server_that_does_not_answer_holds_up_no_other",
         unanswered,
+    ),
+    (
+        "a_limit_that_waits_for_a_server_keeps_nobody_from_the_status",
+        looked_at,
     ),
     ("a_server_that_wants_its_memory_back", vacate),
     (
@@ -235,6 +240,44 @@ fn unanswered(lab: &Lab) -> Result<()> {
     }
     guest.verify(0, FILLED + 2 * MORE)?;
     guest.end(&servers.each_ref())
+}
+
+/// A lower limit needs more of the server, which is asked first.
+fn looked_at(lab: &Lab) -> Result<()> {
+    const LOOKS: usize = 10;
+    let server = lab.server()?;
+    let mut guest = filled(lab, &[&server.address])?;
+    let promised = || server.metric("outram_memserver_reserved_bytes");
+    let most = promised()?;
+    guest.tune(2 * LEAST)?;
+    wait_for("less to be promised", LONG, || {
+        Ok((promised()? < most).then_some(()))
+    })?;
+    halt(&server)?;
+    let mut control = guest.control()?;
+    let order = Request::Tune(Limit::LocalBytes(LEAST));
+    let tuning = std::thread::spawn(move || control.ask(order));
+    let mut looks = 0;
+    while !tuning.is_finished() {
+        let status = guest.status()?;
+        if !tuning.is_finished() {
+            ensure!(status.limit_bytes == 2 * LEAST, "{status:?}");
+            looks += 1;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let told = tuning.join();
+    server.signal(Signal::SIGCONT)?;
+    ensure!(
+        looks > LOOKS,
+        "{looks} looks were answered until the limit was: {told:?}"
+    );
+    guest.wait_status("the server to be back", |status| {
+        status.servers.iter().all(|server| server.connected)
+    })?;
+    guest.tune(LEAST)?;
+    guest.verify(0, FILLED)?;
+    guest.end(&[&server])
 }
 
 const PLENTY: u64 = 1 << 30;

@@ -107,7 +107,7 @@ impl BudgetRule {
 impl Pager {
     /// The limit as it was last asked for.
     pub fn limit(&self) -> Limit {
-        lock(&self.standing).limit
+        lock(&self.shown).limit
     }
 
     /// Sets a new limit: returns once it is accepted and the servers have promised what it needs;
@@ -157,7 +157,7 @@ impl Pager {
 
     /// How much of the limit may hold what left, compressed.
     pub fn compressed_share(&self) -> CompressedShare {
-        lock(&self.standing).compressed
+        lock(&self.shown).compressed
     }
 
     /// Has the guest's memory moved so from now on; what is `None` stays.
@@ -235,6 +235,7 @@ impl Pager {
             .set_capacity(compressed_pages, &self.shared.budget);
         self.shards.iter().for_each(super::Inbox::ring);
         *standing = next;
+        *lock(&self.shown) = next;
     }
 
     /// The guest's RAM has become less: the limit follows, and so does what the servers promise.

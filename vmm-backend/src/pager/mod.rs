@@ -493,6 +493,7 @@ impl PreparedPager {
             most_ram_bytes: self.config.max_ram_bytes.max(self.config.ram_bytes),
             uffds: held.uffds,
             standing: Mutex::new(standing),
+            shown: Mutex::new(standing),
             plugging: Mutex::new(held.plugging),
             aside: AsideList::default(),
             rule,
@@ -712,7 +713,10 @@ pub struct Pager {
     vmm: Arc<Vmm>,
     most_ram_bytes: u64,
     uffds: Vec<Arc<Uffd>>,
+    /// Held by who changes it, who may wait for servers meanwhile.
     standing: Mutex<Standing>,
+    /// The same for who looks, and waits for nobody.
+    shown: Mutex<Standing>,
     plugging: Mutex<Plugging>,
     aside: AsideList,
     rule: Arc<BudgetRule>,
