@@ -319,8 +319,11 @@ impl ShardThread {
             if ready.has_own(MESSAGES) {
                 self.messages.hush();
             }
+            // A server that shrinks wants many back, and each look at them takes long where the guest is large.
+            let mut wanted_back = HashSet::new();
             while let Some(event) = self.messages.next() {
                 match event {
+                    ShardEvent::Vacate(group) => drop(wanted_back.insert(group)),
                     ShardEvent::Quit => return self.let_go(),
                     ShardEvent::Release(answer) => match self.unregister() {
                         Ok(()) => return self.into_released().work(&answer, &mut events),
@@ -329,6 +332,9 @@ impl ShardThread {
                     },
                     event => self.handle(event),
                 }
+            }
+            if !wanted_back.is_empty() {
+                self.shard.on_vacate(&wanted_back);
             }
             for fetch in self.shard.ports().demand.drain_gone() {
                 self.shard
@@ -589,13 +595,12 @@ impl ShardThread {
             }
             ShardEvent::Disconnected(server) => self.shard.ports().demand.disconnected(server),
             ShardEvent::GroupsLost(groups) => self.shard.on_groups_lost(&groups),
-            ShardEvent::Vacate(group) => self.shard.on_vacate(group),
             ShardEvent::Homing(true) => self.shard.start_homing(),
             ShardEvent::Homing(false) => self.shard.stop_homing(),
             ShardEvent::Plug(region, populated) => self.plug(region, populated),
             ShardEvent::Unplug(run, answer) => self.unplug(run, answer),
             ShardEvent::Ending => self.shard.end(),
-            ShardEvent::Release(_) | ShardEvent::Quit => {}
+            ShardEvent::Vacate(_) | ShardEvent::Release(_) | ShardEvent::Quit => {}
         }
     }
 

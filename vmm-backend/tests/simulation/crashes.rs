@@ -241,7 +241,7 @@ impl Simulation {
         for group in degraded {
             for shard in 0..SHARDS {
                 self.empty_inbox(shard);
-                self.shards[shard].on_vacate(group);
+                self.shards[shard].on_vacate(&HashSet::from([group]));
                 self.shards[shard].pump();
             }
         }

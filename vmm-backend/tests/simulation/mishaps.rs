@@ -194,7 +194,7 @@ impl Simulation {
         if let Some(group) = self.shared.slots.vacate(slab) {
             for shard in 0..SHARDS {
                 self.empty_inbox(shard);
-                self.shards[shard].on_vacate(group);
+                self.shards[shard].on_vacate(&HashSet::from([group]));
                 self.shards[shard].pump();
             }
         }

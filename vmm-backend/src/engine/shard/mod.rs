@@ -701,7 +701,11 @@ impl<P: Ports> Shard<P> {
             first: page,
             count: ahead as u32 + 1,
         };
-        let (made, how) = self.ports.zero(run);
+        let (mut made, mut how) = self.ports.zero(run);
+        if ahead > 0 && made == 0 && how == Install::Gone {
+            // A run that is in more than one of the VMM's mappings is refused like one that is in none.
+            (made, how) = self.ports.zero(PageRun::single(page));
+        }
         crash_points::pass(Point::ZeroMade);
         self.next_zero = PageIndex(page.0 + made.max(1));
         self.shared

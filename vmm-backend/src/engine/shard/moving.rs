@@ -16,17 +16,18 @@ impl<P: Ports> Shard<P> {
         self.moving.len()
     }
 
-    /// A group of slabs is wanted back. Nothing new is placed in it already.
-    pub fn on_vacate(&mut self, group: u32) {
+    /// Groups of slabs are wanted back. Nothing new is placed in them already. All of the shard's pages are
+    /// looked at, once for however many groups there are.
+    pub fn on_vacate(&mut self, groups: &HashSet<u32>) {
         for part in self.parts.clone() {
-            self.for_known(part, |shard, page| shard.vacate(page, group));
+            self.for_known(part, |shard, page| shard.vacate(page, groups));
         }
     }
 
-    /// Has a page leave its slot, if that is in this group.
-    fn vacate(&mut self, page: PageIndex, group: u32) {
+    /// Has a page leave its slot, if that is in one of these groups.
+    fn vacate(&mut self, page: PageIndex, groups: &HashSet<u32>) {
         let entry = self.shared.table.load(page);
-        if entry.slot.is_none_or(|slot| slot.group != group) {
+        if !entry.slot.is_some_and(|slot| groups.contains(&slot.group)) {
             return;
         }
         match entry.state {

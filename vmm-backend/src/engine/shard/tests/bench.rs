@@ -64,6 +64,8 @@ pub(super) struct Script {
     /// Whether the host has no page for the guest.
     pub(super) pool_is_empty: bool,
     pub(super) refuse_punch: bool,
+    /// Where another of the VMM's mappings begins: no run may cross it.
+    pub(super) border: Option<PageIndex>,
     pub(super) fetches: Vec<Fetch>,
     pub(super) runs: Vec<Run>,
     pub(super) orders: Vec<StagedPage>,
@@ -106,6 +108,12 @@ impl Script {
 
 impl Ports for Script {
     fn zero(&mut self, run: PageRun) -> (u32, Install) {
+        if self
+            .border
+            .is_some_and(|border| run.first < border && border < run.end())
+        {
+            return (0, Install::Gone);
+        }
         for (made, page) in (0..).zip(run.pages()) {
             let how = self.install(page, vec![0; PAGE_SIZE], false);
             if how != Install::Done {
@@ -316,6 +324,7 @@ impl Bench {
             agains: 0,
             pool_is_empty: false,
             refuse_punch: false,
+            border: None,
             fetches: Vec::new(),
             runs: Vec::new(),
             orders: Vec::new(),
@@ -419,7 +428,7 @@ impl Bench {
     /// The slab is wanted back, and no other is to be had.
     pub(super) fn vacate_without_room(&mut self) {
         let group = self.shared.slots.vacate(SLAB).expect("not empty");
-        self.shard.on_vacate(group);
+        self.shard.on_vacate(&HashSet::from([group]));
     }
 
     /// Another slab is leased, as far as whose room pages may move.

@@ -46,6 +46,21 @@ fn zeros_ahead_stop_at_a_page_that_is_there() {
 }
 
 #[test]
+fn zeros_ahead_do_not_fail_where_another_mapping_begins() {
+    let mut bench = Bench::new();
+    bench.world().border = Some(PageIndex(5));
+    for page in 0..20 {
+        if bench.read(page).is_none() {
+            bench.fault(page, WRITE);
+        }
+        assert_eq!(bench.read(page), Some(vec![0; 4096]), "page {page}");
+    }
+    assert_eq!(bench.shard.waiting().faults, 0);
+    let there = bench.world().memory.len() as u64;
+    assert_eq!(bench.shared.budget.used(), there);
+}
+
+#[test]
 fn nothing_of_a_page_shows_in_staging() {
     let mut bench = Bench::new();
     bench.touch(5, 1);
