@@ -11,3 +11,4 @@ pub mod handover;
 mod holes;
 pub mod pager;
 pub mod remote;
+mod whole;

@@ -21,6 +21,7 @@ use crate::far_disk::FarDisk;
 use crate::handover::{self, Options, Vmm, Way, discover};
 use crate::pager::{Course, HomingError, Orphan, Pager};
 use crate::remote::RemoteConfig;
+use crate::whole::AbortIfPanicking;
 
 /// A front end sends its first message at once.
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
@@ -370,17 +371,6 @@ impl GuestDoor {
     }
 }
 
-/// Ends the process where a panic would end a thread for which QEMU waits: the supervisor starts another.
-struct AbortIfPanicking;
-
-impl Drop for AbortIfPanicking {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            std::process::abort();
-        }
-    }
-}
-
 fn watch_terminations(vmm: &Vmm) -> Option<Terminations> {
     let terminations = Terminations::watch(vmm);
     terminations
@@ -415,7 +405,10 @@ pub(super) fn serve(daemon: &Daemon, guest: Guest) {
     let guest = Arc::new(guest);
     let followed = Arc::downgrade(&guest);
     let follower = std::thread::Builder::new().name("hot-plug".to_owned());
-    if let Err(error) = follower.spawn(move || follow_memory(&followed)) {
+    if let Err(error) = follower.spawn(move || {
+        let _whole = AbortIfPanicking;
+        follow_memory(&followed);
+    }) {
         tracing::error!(%error, "hot-plugged memory is not followed");
     }
     daemon.set_stage(Stage::Serving(guest));

@@ -20,6 +20,7 @@ use super::table::{PinnedBuffers, Table};
 use super::tally::Tally;
 use crate::crash_points::{self, Point};
 use crate::far_disk::Interrupt;
+use crate::whole::AbortIfPanicking;
 
 /// What all queues of a device share.
 pub(super) struct Shared {
@@ -87,6 +88,7 @@ impl Worker {
         let thread = std::thread::Builder::new()
             .name(format!("blk-queue-{index}"))
             .spawn(move || {
+                let _whole = AbortIfPanicking;
                 guard::accept_bus_errors();
                 server.run();
                 server.ring

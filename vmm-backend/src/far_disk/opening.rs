@@ -20,7 +20,8 @@ use super::line::{Line, LineState};
 use super::store::{Store, StoreKeys};
 use super::table::{DiskTable, FormerOpening};
 use super::{DiskError, DiskFault, FarDiskConfig, Interrupt};
-use crate::remote::{DiskOpening, RemoteError, Session, SessionEvent};
+use crate::remote::{DiskOpening, FIRST_PATIENCE, RemoteError, Session, SessionEvent};
+use crate::whole::AbortIfPanicking;
 
 /// Most blocks whose entries are loaded at once.
 const MOST_LOADED: u32 = 32 * 1024;
@@ -43,9 +44,12 @@ pub(super) fn create(
             parts,
         })
     };
+    // What the guest's former disk held may have to be freed first.
+    let mut patient = config.clone();
+    patient.remote.timing.patience = FIRST_PATIENCE;
     let patience = Instant::now() + FORMER_USER;
     let lines = loop {
-        match connect(config, identity, opening) {
+        match connect(&patient, identity, opening) {
             Err(error) if is_still_left(&error) && Instant::now() < patience => {
                 std::thread::sleep(super::RETRY);
             }
@@ -324,6 +328,7 @@ fn connect(
 /// Hears the sessions until the last of them has ended.
 fn listen(states: Vec<Arc<LineState>>, events: Receiver<SessionEvent>) -> Result<(), DiskError> {
     let work = move || {
+        let _whole = AbortIfPanicking;
         for event in events {
             if let Some(state) = states.get(server_of(&event)) {
                 state.hear(event);

@@ -20,6 +20,7 @@ use super::uffd::Uffd;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
 use crate::engine::staging::Ticket;
 use crate::engine::{PageIndex, PageRun, SharedRef};
+use crate::whole::AbortIfPanicking;
 
 /// Pause before write-protecting is tried again while the VMM changes its mappings: its caller
 /// waits for the shard to read one event.
@@ -129,8 +130,10 @@ impl Evictors {
         while crew.size < size {
             let (parts, queue) = (Arc::clone(&self.parts), self.queue.clone());
             let builder = std::thread::Builder::new().name(format!("evict-{}", crew.size));
-            crew.threads
-                .push(builder.spawn(move || parts.work(&queue))?);
+            crew.threads.push(builder.spawn(move || {
+                let _whole = AbortIfPanicking;
+                parts.work(&queue);
+            })?);
             crew.size += 1;
         }
         Ok(())

@@ -58,7 +58,8 @@ use crate::engine::table::{PageTable, Words};
 use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
 use crate::handover::discover::RamBlock;
 use crate::handover::{HandedOver, Vmm};
-use crate::remote::{NewSession, RemoteConfig, RemoteError, Session, SessionEvent};
+use crate::remote::{FIRST_PATIENCE, NewSession, RemoteConfig, RemoteError, Session, SessionEvent};
+use crate::whole::AbortIfPanicking;
 use demand::DemandReads;
 use evictor::{EvictorParts, Evictors};
 use guest_ram::{GuestRam, table_pages};
@@ -510,10 +511,6 @@ impl PreparedPager {
     }
 }
 
-/// How much longer than a known one a server may take to greet a new guest: it may be freeing the slabs of a
-/// former one, or be as busy as this host, which a start then waits for.
-const FIRST_PATIENCE: Duration = Duration::from_secs(25);
-
 /// Opens a session with each server, and has them promise what the guest may need remotely.
 fn start_sessions(
     remote: &RemoteConfig,
@@ -619,6 +616,7 @@ fn spawn(
     std::thread::Builder::new()
         .name(name.to_owned())
         .spawn(move || {
+            let _whole = AbortIfPanicking;
             if gate.recv().is_ok() {
                 work();
             }

@@ -1,12 +1,13 @@
 //! Making connections: control with TLS and greeting, data with a token.
 
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, TcpStream, ToSocketAddrs};
-use std::sync::Arc;
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use outram_wire::causes::with_causes;
 use outram_wire::identity::Identity;
+use outram_wire::logging::Seldom;
 use outram_wire::server::channel::{Channel, ChannelError, Received, prepare_socket};
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::data::{Admission, WELCOME_BYTES, decode_welcome, encode_hello};
@@ -33,6 +34,8 @@ pub(super) struct Dialer {
     identity: Arc<Identity<ClientConfig>>,
     name: ServerName<'static>,
     rdma: Choice,
+    /// Addresses of the server, as its name was last resolved.
+    known: Arc<Mutex<Vec<SocketAddr>>>,
 }
 
 /// A control connection that was greeted.
@@ -63,6 +66,7 @@ impl Dialer {
             identity: config.identity.clone(),
             name,
             rdma: config.rdma.clone(),
+            known: Arc::default(),
         })
     }
 
@@ -96,8 +100,7 @@ impl Dialer {
     pub(super) fn greet(&self, purpose: &Purpose) -> Result<Greeted, RemoteError> {
         super::refresh(&self.identity);
         let identity = self.identity.current()?;
-        let deadline = Instant::now() + self.timing.connect;
-        let socket = self.socket(deadline)?;
+        let (socket, deadline) = self.socket()?;
         let deadline = deadline + self.timing.patience;
         let local = socket.local_addr();
         let mut channel = Channel::connect(socket, identity, self.name.clone(), deadline)
@@ -205,8 +208,7 @@ impl Dialer {
 
     /// Opens a data connection with a token that was obtained over control.
     pub(super) fn data(&self, token: &Token) -> Result<DataConn, RemoteError> {
-        let deadline = Instant::now() + self.timing.connect;
-        let mut socket = self.socket(deadline)?;
+        let (mut socket, deadline) = self.socket()?;
         let admission = self
             .say_data_hello(&mut socket, token, deadline)
             .map_err(|source| self.data_error(source))?;
@@ -239,25 +241,24 @@ impl Dialer {
         Ok(welcome)
     }
 
-    /// Connects to the first of the server's addresses that answers.
-    fn socket(&self, deadline: Instant) -> Result<TcpStream, RemoteError> {
-        let resolve = |source| RemoteError::Resolve {
-            server: self.address.clone(),
-            source,
-        };
-        let host = (self.address.host(), self.address.port());
-        let addresses = host.to_socket_addrs().map_err(resolve)?;
+    /// Connects to the first of the server's addresses that answers; until when it may be met.
+    fn socket(&self) -> Result<(TcpStream, Instant), RemoteError> {
+        let addresses = self.addresses()?;
+        // How long a name takes to be resolved is none of the server's doing.
+        let deadline = Instant::now() + self.timing.connect;
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
-        for address in addresses {
+        for (tried, address) in addresses.iter().enumerate() {
+            // One that swallows what it is sent leaves the others their part.
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let part = left / (addresses.len() - tried) as u32;
+            if part.is_zero() {
                 last = io::ErrorKind::TimedOut.into();
                 break;
             }
-            let connected = TcpStream::connect_timeout(&address, left)
+            let connected = TcpStream::connect_timeout(address, part)
                 .and_then(|socket| prepare_socket(&socket, DEAD_AFTER).map(|()| socket));
             match connected {
-                Ok(socket) => return Ok(socket),
+                Ok(socket) => return Ok((socket, deadline)),
                 Err(error) => last = error,
             }
         }
@@ -265,6 +266,30 @@ impl Dialer {
             server: self.address.clone(),
             source: last,
         })
+    }
+
+    /// What the server's name stands for, or stood for when that could last be told: whoever tells may be gone
+    /// while the server is there.
+    fn addresses(&self) -> Result<Vec<SocketAddr>, RemoteError> {
+        let resolved = (self.address.host(), self.address.port()).to_socket_addrs();
+        // Not before: others may have been told meanwhile.
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        match resolved {
+            Ok(addresses) => *known = addresses.collect(),
+            Err(error) if !known.is_empty() => {
+                static UNRESOLVED: Seldom = Seldom::new();
+                if UNRESOLVED.is_due() {
+                    tracing::warn!(server = %self.address, %error, "a name is not resolved: the addresses that it had are used");
+                }
+            }
+            Err(source) => {
+                return Err(RemoteError::Resolve {
+                    server: self.address.clone(),
+                    source,
+                });
+            }
+        }
+        Ok(known.clone())
     }
 
     /// Has `bytes` in all set aside, before anything else is asked.

@@ -112,6 +112,10 @@ pub struct Timing {
     pub retry_max: Duration,
 }
 
+/// How much longer than a known one a server may take to greet a guest that starts: it may be freeing the slabs of
+/// a former one, or be as busy as this host, which a start then waits for.
+pub(crate) const FIRST_PATIENCE: Duration = Duration::from_secs(25);
+
 impl Default for Timing {
     /// Chosen so that a server out of reach is noticed within seconds, and found again within two.
     fn default() -> Self {

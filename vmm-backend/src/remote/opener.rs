@@ -12,6 +12,7 @@ use super::connect::Dialer;
 use super::session::{Order, Orders};
 use super::verbs::{Half, Other};
 use super::{DataConn, RemoteError, SessionEvent};
+use crate::whole::AbortIfPanicking;
 
 /// A connection that is to be made.
 pub(super) struct Opening {
@@ -44,7 +45,10 @@ impl Opener {
         let (sender, openings) = bounded(queued);
         thread::Builder::new()
             .name(format!("server-{}-open", self.server))
-            .spawn(move || self.run(&openings))?;
+            .spawn(move || {
+                let _whole = AbortIfPanicking;
+                self.run(&openings);
+            })?;
         Ok(sender)
     }
 

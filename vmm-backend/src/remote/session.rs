@@ -12,6 +12,7 @@ use outram_wire::server::{DiskWelcome, InstanceId, Purpose, SlabId};
 
 use super::keeper::Keeper;
 use super::{DiskOpening, RemoteConfig, RemoteError, ServerAddress, SessionEvent};
+use crate::whole::AbortIfPanicking;
 
 /// A session as its owner may show it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -240,7 +241,12 @@ impl Session {
         let keeping = thread::Builder::new().name(keeper.name());
         keeper
             .start_opener(&orders)
-            .and_then(|()| keeping.spawn(move || keeper.run(&receiver)))
+            .and_then(|()| {
+                keeping.spawn(move || {
+                    let _whole = AbortIfPanicking;
+                    keeper.run(&receiver);
+                })
+            })
             .map_err(|source| RemoteError::System {
                 what: "a thread",
                 source,
