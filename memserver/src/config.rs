@@ -139,6 +139,14 @@ impl Config {
         if self.lease_timeout < MIN_LEASE_TIMEOUT {
             return Err(ConfigError::LeaseTimeout(self.lease_timeout));
         }
+        if let Some(parked) = self.parked_disk_timeout
+            && parked < self.lease_timeout
+        {
+            return Err(ConfigError::ParkedDiskTimeout {
+                parked,
+                lease: self.lease_timeout,
+            });
+        }
         Ok(())
     }
 
@@ -198,8 +206,9 @@ pub struct Flags {
     /// its guest's pages are lost then [default: 10m]
     #[arg(long, value_name = "TIME")]
     pub lease_timeout: Option<Span>,
-    /// Time after which a far-memory disk that nobody uses is dropped, such as 168h: its guest was
-    /// saved, shut down or lost its host; kept for that guest unless given
+    /// Time after which a far-memory disk that nobody uses is dropped, such as 168h, and not shorter than the
+    /// lease: its guest was saved, shut down or lost its host, or runs and is cut off; kept for that guest
+    /// unless given
     #[arg(long, value_name = "TIME")]
     pub parked_disk_timeout: Option<Span>,
     /// RDMA device that clients may use: auto for that with the address they came to, off for none,
@@ -358,6 +367,16 @@ pub enum ConfigError {
     /// The lease is too short.
     #[error("a lease time-out of {0:?} is too short: at least {MIN_LEASE_TIMEOUT:?}")]
     LeaseTimeout(Duration),
+    /// Disks would go before the memory of the guests that they are of.
+    #[error(
+        "a parked-disk time-out of {parked:?} is shorter than the lease of {lease:?}: a guest that is cut off for so long would keep its memory and lose its disk"
+    )]
+    ParkedDiskTimeout {
+        /// For disks.
+        parked: Duration,
+        /// For guests.
+        lease: Duration,
+    },
 }
 
 #[cfg(test)]
@@ -447,6 +466,7 @@ mod tests {
             |config: &mut Config| config.memory_bytes = 1 << 20,
             |config: &mut Config| config.client_memory_bytes = Some(1 << 20),
             |config: &mut Config| config.lease_timeout = Duration::ZERO,
+            |config: &mut Config| config.parked_disk_timeout = Some(Duration::from_secs(7)),
         ] {
             let mut config = legal.clone();
             change(&mut config);

@@ -16,6 +16,7 @@ use outram_wire::identity::Identity;
 use outram_wire::logging::Seldom;
 use outram_wire::scrape::Page;
 use outram_wire::server::channel::{EventFd, new_waker};
+use outram_wire::server::clock::BootTime;
 use outram_wire::server::{InstanceId, ServerStats};
 use outram_wire::tls::TlsError;
 
@@ -31,6 +32,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the certificates' files and the devices are looked at: whoever renews them hardly waits for
 /// longer, and whoever removes a device may have to wait for so long.
 const LOOK_AROUND: Duration = Duration::from_secs(1);
+
+/// Whoever keeps the time looks every second. After so long it did not run, nor did those who hear clients.
+const STANDSTILL: Duration = Duration::from_secs(3);
 
 /// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
@@ -271,7 +275,17 @@ fn keep_time(hall: &Hall, stop: &EventFd) {
     let tick = tick.clamp(Duration::from_millis(10), Duration::from_secs(1));
     let tick = PollTimeout::try_from(tick).unwrap_or(PollTimeout::MAX);
     let mut looked_at = Instant::now();
+    let mut was_awake = BootTime::now();
     while wait_or_stop(None, stop, tick) {
+        let gap = BootTime::now().since(was_awake);
+        was_awake = BootTime::now();
+        if gap >= STANDSTILL {
+            tracing::warn!(
+                seconds = gap.as_secs(),
+                "this server stood still: leases last so much longer"
+            );
+            hall.desk.ledger.stood_still(gap);
+        }
         if looked_at.elapsed() >= LOOK_AROUND {
             looked_at = Instant::now();
             hall.refresh_identity();

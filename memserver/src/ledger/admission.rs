@@ -173,6 +173,8 @@ impl Account {
     /// Cuts the former control connection and voids the tokens that it was given.
     pub(super) fn begin_resumption(&mut self) -> Arc<Session> {
         self.resuming = true;
+        // It has come within its lease, however long its former connections take to end.
+        self.renewed_at = BootTime::now();
         self.tokens.clear();
         if let Some(former) = self.control.take() {
             former.cut();

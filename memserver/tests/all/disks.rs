@@ -192,6 +192,7 @@ fn only_its_last_host_lists_and_drops_a_parked_disk() {
 fn a_parked_disk_is_dropped_after_its_time_where_one_is_set() {
     let pki = Pki::new();
     let server = server(&pki, 4, |config| {
+        config.lease_timeout = Duration::from_millis(200);
         config.parked_disk_timeout = Some(Duration::from_millis(200));
     });
     let at = server.local_addr();

@@ -170,6 +170,31 @@ fn sigterm_ends_it_gracefully() {
 }
 
 #[test]
+fn a_standstill_of_the_server_ends_no_lease() {
+    let pki = Pki::new();
+    let process = Process::start(&pki, &["--memory", "4MiB", "--lease-timeout", "3s"]);
+    let mut client = Client::connect(process.address, &pki.client, vm(1), 1).expect("in");
+    client.ask(Request::Reserve { bytes: SLAB });
+    let slab = client.lease();
+    let mut data = client.data();
+    data.write(slab, 0, &[7; 4096]);
+    process.signal("STOP");
+    std::thread::sleep(Duration::from_secs(5));
+    process.signal("CONT");
+    // Whoever ends leases is sooner awake.
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(client.ask(Request::Renew), Reply::Done);
+    assert_eq!(data.read(slab, 0, 4096), [7; 4096]);
+    // It ends all the same where its client is not heard of.
+    eventually("the lease ends", || {
+        metric(
+            &scrape(process.metrics),
+            "outram_memserver_expired_sessions_total",
+        ) == 1
+    });
+}
+
+#[test]
 fn sighup_changes_what_is_lent() {
     let pki = Pki::new();
     let file = pki.dir.path().join("memserver.toml");
