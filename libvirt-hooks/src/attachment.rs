@@ -339,12 +339,14 @@ fn write_settings(
         }
     };
     let text = metadata::to_text(settings)?;
+    // As they are written: servers are the same whatever their transport, but not as settings.
+    let text_before = before.map(metadata::to_text).transpose()?;
     let element = domain.element(&text)?;
     match metadata::find_element(domain) {
         Some(old) => domain.replace(old, element)?,
         None => domain.append(parent, element)?,
     }
-    if before != Some(settings) {
+    if text_before.as_ref() != Some(&text) {
         let sign = if before.is_some() { '~' } else { '+' };
         // The key is not for the terminal's scroll-back.
         let shown = match &settings.disk {

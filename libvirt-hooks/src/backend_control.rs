@@ -143,7 +143,10 @@ impl BackendControl {
             stream: self.open()?,
             control: self.clone(),
         };
+        // A limit that is changed at this moment comes first.
+        homecoming.wait_at_most(TUNE_TIMEOUT)?;
         self.done(self.ask_on(&homecoming.stream, Request::BringHome)?)?;
+        homecoming.wait_at_most(self.timeout)?;
         Ok(homecoming)
     }
 
@@ -243,11 +246,14 @@ impl Homecoming {
         }
     }
 
+    fn wait_at_most(&self, timeout: Duration) -> Result<(), ControlError> {
+        let set = self.stream.set_read_timeout(Some(timeout));
+        set.map_err(|e| self.control.broken(e.into()))
+    }
+
     /// Leaves the guest's memory to the kernel, now that every page is home.
     pub fn release(self) -> Result<(), ControlError> {
-        self.stream
-            .set_read_timeout(Some(RELEASE_TIMEOUT))
-            .map_err(|e| self.control.broken(e.into()))?;
+        self.wait_at_most(RELEASE_TIMEOUT)?;
         let reply = self.control.ask_on(&self.stream, Request::Release)?;
         self.control.done(reply)
     }

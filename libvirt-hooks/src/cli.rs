@@ -41,6 +41,7 @@ use outram_wire::tuning::{QueueDepth, Tuning, Workers};
 use outram_wire::units::{Limit, LocalRatio, PAGE_SIZE, parse_size};
 
 use crate::host::Paths;
+use crate::libvirt::check_uri;
 use outram_wire::server::ServerAddress;
 
 /// Gives libvirt guests memory that lies partly on other machines.
@@ -210,6 +211,8 @@ fn parse_server(text: &str) -> Result<ServerAddress, String> {
 pub fn run(arguments: &Arguments) -> Result<bool> {
     let paths = Paths::from_environment();
     let uri = arguments.connect.as_deref();
+    // Also where a command does without libvirt: what it acts on is this host's all the same.
+    uri.map(check_uri).transpose()?;
     match &arguments.command {
         Command::Setup(setup) => setup.run(&paths),
         Command::Doctor(doctor) => doctor.run(uri, &paths),

@@ -219,7 +219,7 @@ impl std::fmt::Display for Version {
 }
 
 /// Refuses whatever is not the system's QEMU on this host.
-fn check_uri(uri: &str) -> Result<(), LibvirtError> {
+pub(crate) fn check_uri(uri: &str) -> Result<(), LibvirtError> {
     let plain = uri.split('?').next().unwrap_or_default();
     let Some((scheme, rest)) = plain.split_once("://") else {
         // An alias: judged by what libvirt says it stands for.

@@ -20,6 +20,9 @@ use rustls::pki_types::ServerName;
 const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// How long it may take to drop a disk: it answers once the memory of all of it is free.
+const DROP_PATIENCE: Duration = Duration::from_secs(60);
+
 /// Why a server did not tell or do what was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum ObserverError {
@@ -71,11 +74,11 @@ impl Observer {
     /// Connects to a server.
     pub fn connect(server: &ServerAddress, files: &TlsFiles) -> Result<Self, ObserverError> {
         let tls = tls::client_config(files)?;
-        let deadline = Instant::now() + PATIENCE;
         let name = ServerName::try_from(server.host().to_owned());
         let name = name.map_err(|error| no_connection(server, io::Error::other(error)))?;
         let socket = dial(server).map_err(|source| no_connection(server, source))?;
-        let channel = Channel::connect(socket, tls, name, deadline);
+        // How long its name took to be resolved is none of the server's doing.
+        let channel = Channel::connect(socket, tls, name, Instant::now() + PATIENCE);
         let mut observer = Self {
             server: server.clone(),
             channel: channel.map_err(|source| ObserverError::Channel {
@@ -96,7 +99,7 @@ impl Observer {
             version_max,
             purpose: Purpose::Observe,
         }))?;
-        match self.receive()? {
+        match self.receive(PATIENCE)? {
             ServerMessage::Welcome(_) => Ok(()),
             ServerMessage::Refused(refusal) => Err(self.refused(refusal)),
             other => Err(self.unexpected(&other)),
@@ -118,17 +121,21 @@ impl Observer {
 
     /// Has a parked disk dropped, and its room given back.
     pub fn drop_disk(&mut self, disk: DiskId) -> Result<(), ObserverError> {
-        match self.ask(Request::DropDisk { disk })? {
+        match self.ask_for(Request::DropDisk { disk }, DROP_PATIENCE)? {
             Reply::Done => Ok(()),
             other => Err(self.unexpected(&other)),
         }
     }
 
     fn ask(&mut self, request: Request) -> Result<Reply, ObserverError> {
+        self.ask_for(request, PATIENCE)
+    }
+
+    fn ask_for(&mut self, request: Request, patience: Duration) -> Result<Reply, ObserverError> {
         self.asked += 1;
         let id = self.asked;
         self.send(&ClientMessage::Request { id, request })?;
-        match self.receive()? {
+        match self.receive(patience)? {
             ServerMessage::Reply { id: of, reply } if of == id => match reply {
                 Reply::Refused(refusal) => Err(self.refused(refusal)),
                 reply => Ok(reply),
@@ -147,8 +154,8 @@ impl Observer {
         sent.map_err(|source| self.failed(source))
     }
 
-    fn receive(&mut self) -> Result<ServerMessage, ObserverError> {
-        match self.channel.receive(Instant::now() + PATIENCE, None) {
+    fn receive(&mut self, patience: Duration) -> Result<ServerMessage, ObserverError> {
+        match self.channel.receive(Instant::now() + patience, None) {
             Ok(Received::Message(message)) => Ok(message),
             Ok(_) => Err(self.failed(ChannelError::TimedOut("answer"))),
             Err(source) => Err(self.failed(source)),

@@ -17,6 +17,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
+use rustls::pki_types::ServerName;
 use time::{Duration, OffsetDateTime};
 
 pub use crate::tls::Kind;
@@ -58,9 +59,12 @@ pub enum PkiError {
     /// A server's certificate without an address.
     #[error("a server's certificate needs the DNS names or IP addresses that clients connect to")]
     NoAddress,
-    /// A name or address that no certificate can carry, or a CA key that is none.
+    /// What no client would find in a certificate.
+    #[error("'{0}' is no DNS name or IP address: leave out scheme and port")]
+    Address(String),
+    /// A name that no certificate can carry, or a CA key that is none.
     #[error(
-        "the certificate cannot be made: check the names and addresses, and that ca.pem and ca.key are the CA's"
+        "the certificate cannot be made: check the name, and that ca.pem and ca.key are the CA's"
     )]
     Make(#[from] rcgen::Error),
 }
@@ -124,6 +128,10 @@ pub fn issue(dir: &Path, order: &Order<'_>) -> Result<Issued, PkiError> {
     check_name(order.name)?;
     if order.kind == Kind::Server && order.addresses.is_empty() {
         return Err(PkiError::NoAddress);
+    }
+    for address in order.addresses {
+        let name = address.strip_prefix("*.").unwrap_or(address);
+        ServerName::try_from(name).map_err(|_| PkiError::Address(address.clone()))?;
     }
     let ca_key = KeyPair::from_pem(&read_ca(&dir.join("ca.key"))?)?;
     let ca = Issuer::from_ca_cert_pem(&read_ca(&dir.join("ca.pem"))?, ca_key)?;

@@ -78,8 +78,17 @@ fn orders_that_make_no_sense_are_refused() {
         assert!(matches!(error, PkiError::Name(_)), "{name}");
     }
     assert!(matches!(order(Kind::Server, "a", &[]), PkiError::NoAddress));
-    let bad = ["not a name\u{e9}".to_owned()];
-    assert!(matches!(order(Kind::Server, "a", &bad), PkiError::Make(_)));
+    let odd = [
+        "not a name\u{e9}",
+        "10.0.0.2:7741",
+        "rdma://mem1",
+        "",
+        "a b",
+    ];
+    for address in odd.map(str::to_owned) {
+        let error = order(Kind::Server, "a", &["mem1".to_owned(), address.clone()]);
+        assert!(matches!(error, PkiError::Address(odd) if odd == address));
+    }
     let nowhere = tempfile::tempdir().expect("a directory");
     let order = Order {
         kind: Kind::Client,

@@ -96,6 +96,7 @@ impl ListArguments {
             Owners::default()
         });
         let servers = owners.servers(&host, &self.server);
+        demand_some(&servers, paths)?;
         let (found, all_answered) = ask(&servers, &host);
         let disks = gather(found, &owners);
         let text = if self.json {
@@ -126,7 +127,9 @@ impl DropArguments {
         if let Some(owner) = owners.by_disk.get(&disk) {
             check_unused(&libvirt.domain(owner)?, owner)?;
         }
-        drop_at(&owners.servers(&host, &self.server), disk, &host)
+        let servers = owners.servers(&host, &self.server);
+        demand_some(&servers, paths)?;
+        drop_at(&servers, disk, &host)
     }
 }
 
@@ -156,6 +159,17 @@ fn check_unused(domain: &LibvirtDomain, name: &str) -> Result<()> {
     Ok(())
 }
 
+/// Where nobody is asked, nothing is known of what is kept.
+fn demand_some(servers: &BTreeSet<ServerAddress>, paths: &Paths) -> Result<()> {
+    if servers.is_empty() {
+        bail!(
+            "no memory server is known to ask: name those of the disk with --server, or 'servers' in {}",
+            paths.config.display()
+        );
+    }
+    Ok(())
+}
+
 /// Drops a disk wherever a part of it is parked; every server must have answered.
 fn drop_at(servers: &BTreeSet<ServerAddress>, disk: DiskId, host: &HostSettings) -> Result<bool> {
     let (found, all_answered) = ask(servers, host);
@@ -164,12 +178,17 @@ fn drop_at(servers: &BTreeSet<ServerAddress>, disk: DiskId, host: &HostSettings)
         let asked: Vec<String> = servers.iter().map(ToString::to_string).collect();
         bail!(DropRefusal::Unknown(disk.to_string(), asked.join(", ")));
     }
+    // A part of a disk is of no use to a guest that has all of it in its saved state.
+    if !all_answered {
+        complain!("error: nothing is dropped: every server of the disk has to answer first");
+        return Ok(false);
+    }
     for (server, part) in parts {
         Observer::connect(server, &host.tls_files())?.drop_disk(disk)?;
         let held = format_size(part.leased_bytes);
         say!("Dropped disk {disk} at {server}: {held} given back");
     }
-    Ok(all_answered)
+    Ok(true)
 }
 
 /// Drops what a domain that is being detached leaves parked, if anything.
@@ -179,12 +198,17 @@ pub(super) fn drop_parked(settings: &MemorySettings, disk: DiskId, paths: &Paths
         true => &host.servers,
         false => &settings.servers,
     };
+    // All of them are asked before anything is dropped.
+    let mut keepers = Vec::new();
     for server in servers {
         let mut observer = Observer::connect(server, &host.tls_files())?;
         if observer.disks()?.iter().any(|kept| kept.disk == disk) {
-            observer.drop_disk(disk)?;
-            say!("Dropped disk {disk} at {server}");
+            keepers.push((server, observer));
         }
+    }
+    for (server, mut observer) in keepers {
+        observer.drop_disk(disk)?;
+        say!("Dropped disk {disk} at {server}");
     }
     Ok(())
 }

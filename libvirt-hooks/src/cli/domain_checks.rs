@@ -13,13 +13,16 @@ use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, PageSize, format_size};
 
 use super::doctor::Check;
+use super::host_checks;
+use super::live::{self, LiveRefusal};
 use super::report::run_dir;
-use super::{host_checks, live};
 use crate::attachment::{self, AttachRequest, DiskRequest};
-use crate::backend_control::BackendControl;
+use crate::backend_control::{BackendControl, ControlError};
+use crate::backend_log::BackendLog;
 use crate::domain_xml::DomainXml;
 use crate::host::Paths;
 use crate::hotplug_slot;
+use crate::launch;
 use crate::libvirt::{Libvirt, LibvirtDomain};
 use crate::metadata::{self, MemorySettings};
 use crate::page_size;
@@ -149,6 +152,10 @@ impl Patient<'_> {
                 Check::warn(label, refusal.to_string(), cure)
             })
             .collect();
+        if checks.is_empty() && page_size::find(&domain).is_ok_and(PageSize::is_huge) {
+            let refusal = LiveRefusal::HugePages(self.name.to_owned());
+            checks.push(Check::warn(label, refusal.to_string(), ""));
+        }
         match hotplug_slot::find(&domain) {
             Ok(place) if checks.is_empty() => checks.push(Check::pass(
                 label,
@@ -166,7 +173,7 @@ impl Patient<'_> {
         let status = match BackendControl::of(&run_dir).status() {
             Ok(status) => status,
             Err(error) => {
-                let cure = format!("virsh destroy {}, and start it again", self.name);
+                let cure = cure_of_silence(&error, &run_dir, self.name);
                 return Ok(vec![Check::fail("backend", error.to_string(), cure)]);
             }
         };
@@ -193,7 +200,8 @@ impl Patient<'_> {
             let found = format!("{} hold its pages and are out of reach", away.join(", "));
             checks.push(Check::fail("backend", found, "bring them back"));
         }
-        let possible = live::demand_no_far_disk(domain, self.name)
+        let possible = live::demand_small_pages(domain, self.name)
+            .and_then(|()| live::demand_no_far_disk(domain, self.name))
             .and_then(|()| Ok(live::demand_room(&status)?));
         match possible {
             Err(error) => checks.push(Check::warn(label, error.to_string(), "")),
@@ -237,6 +245,23 @@ impl Patient<'_> {
                 .any(|named| named.to_string() == server.address)
         });
         of_them.map(|server| server.reserved_bytes).sum()
+    }
+}
+
+/// What helps where a guest's backend gives no answer. Its memory is where it was.
+fn cure_of_silence(error: &ControlError, run_dir: &Path, name: &str) -> String {
+    match error {
+        ControlError::Permission(_) => "run this as root".to_owned(),
+        ControlError::NotRunning(_) if launch::is_abandoned(run_dir) => {
+            format!("outram restart {name}: the guest goes on")
+        }
+        ControlError::NotRunning(_) => {
+            format!("it is being started again: look once more ('outram status {name}')")
+        }
+        _ => format!(
+            "look again in a moment; then see its log, {}",
+            BackendLog::of(run_dir)
+        ),
     }
 }
 

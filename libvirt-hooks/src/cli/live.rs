@@ -77,6 +77,11 @@ pub(super) enum LiveRefusal {
         "domain '{0}' has its memory on hugetlbfs, of which all is there once it runs; to attach it at its next start instead: outram attach {0} --config …, shut it down, and start it again"
     )]
     HugePages(String),
+    /// The same, while it is to be detached.
+    #[error(
+        "domain '{0}' has its memory on hugetlbfs, which does not come home while it runs: shut the guest down, then detach it"
+    )]
+    HugePagesHome(String),
     /// It has a disk in far memory.
     #[error(
         "domain '{0}' has a far-memory disk, which may hold its swap or files and goes with the pager: shut the guest down, then detach it"
@@ -393,6 +398,7 @@ impl<'a> Running<'a> {
         if changes.is_empty() {
             bail!(LiveRefusal::NotAttached(self.name.to_owned()));
         }
+        demand_small_pages(&self.xml, self.name)?;
         Ok(changes)
     }
 
@@ -527,6 +533,14 @@ fn elsewhere(status: &Status) -> u64 {
         Some(homing) => homing.elsewhere_bytes,
         None => status.stored_bytes + status.staged_bytes + status.filled_bytes,
     }
+}
+
+/// Refuses a guest whose backend brings no memory home.
+pub(super) fn demand_small_pages(running: &DomainXml, name: &str) -> Result<()> {
+    if page_size::find(running).is_ok_and(PageSize::is_huge) {
+        bail!(LiveRefusal::HugePagesHome(name.to_owned()));
+    }
+    Ok(())
 }
 
 /// Refuses to take a far-memory disk from a guest that runs: what lies there would be gone.

@@ -1,5 +1,6 @@
 //! `outram restart`: another process for a backend, while its guest runs.
 
+use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -81,17 +82,16 @@ fn restart(guest: &Guest, paths: &Paths) -> Result<String> {
     let before = match guest.control.status() {
         Ok(status) => status,
         Err(ControlError::NotRunning(_)) if launch::is_abandoned(&dir) => {
-            launch::start_again(&find_backend(paths)?, &dir, paths.systemd)
-                .with_context(|| format!("the backend of domain '{name}' is not started again"))?;
-            let now = guest.control.status()?;
-            return Ok(format!(
-                "Domain '{name}' had lost its backend and is served again: {}",
-                described(&now)
-            ));
+            return started_again(guest, &dir, paths);
         }
-        Err(error) => {
+        // Its pager stands still, and its supervisor has died: a new one ends that pager.
+        Err(ControlError::Silent(..)) if !is_supervised(&dir) => {
+            return started_again(guest, &dir, paths);
+        }
+        Err(error @ ControlError::NotRunning(_)) => {
             bail!("domain '{name}' has no running backend: {error}; start the domain first")
         }
+        Err(error) => bail!("domain '{name}': {error}"),
     };
     let asked = Instant::now();
     let outcome = match is_supervised(&dir) {
@@ -128,6 +128,18 @@ fn restart(guest: &Guest, paths: &Paths) -> Result<String> {
         }
         sleep(POLL_INTERVAL);
     }
+}
+
+/// Starts a backend that nobody else would start.
+fn started_again(guest: &Guest, dir: &Path, paths: &Paths) -> Result<String> {
+    let name = &guest.name;
+    launch::start_again(&find_backend(paths)?, dir, paths.systemd)
+        .with_context(|| format!("the backend of domain '{name}' is not started again"))?;
+    let now = guest.control.status()?;
+    Ok(format!(
+        "Domain '{name}' had lost its backend and is served again: {}",
+        described(&now)
+    ))
 }
 
 fn described(status: &Status) -> String {

@@ -119,7 +119,7 @@ fn in_words(state: State) -> &'static str {
         State::Failed => "failed",
         State::Homing => "coming home, for a live detach",
         State::Released => "released: all of its memory is on this host again",
-        State::Off => "not running",
+        State::Off => "no backend: shut off, or it does not use Outram",
     }
 }
 

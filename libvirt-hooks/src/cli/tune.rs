@@ -9,6 +9,7 @@ use outram_wire::tuning::Tuning;
 use super::completion::domain_names;
 use super::report::{Guest, find_guest};
 use super::{LimitArguments, TuningArguments};
+use crate::backend_control::ControlError;
 use crate::domain_xml::DomainXml;
 use crate::host::Paths;
 use crate::libvirt::{Libvirt, LibvirtDomain};
@@ -46,10 +47,11 @@ impl TuneArguments {
                     guest.name
                 );
             }
-            Err(error) => bail!(
+            Err(error @ ControlError::NotRunning(_)) => bail!(
                 "domain '{}' has no running backend: {error}; start it first, or use --persist on a domain that is shut off",
                 guest.name
             ),
+            Err(error) => bail!("domain '{}': {error}", guest.name),
         }
         if let Some((domain, settings)) = later {
             domain.set_settings(&metadata::to_plain_text(&settings)?)?;

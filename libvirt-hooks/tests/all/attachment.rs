@@ -102,6 +102,10 @@ fn attach_again_changes_only_what_is_new() {
         .expect("read")
         .expect("there");
     assert_eq!(settings.servers.len(), 1, "servers stay when none is given");
+
+    // The same server, by another transport.
+    let (_, changes) = attach(&once, &request(0.5, &["rdma://10.0.0.2:7741"]));
+    assert_eq!(changes.len(), 1, "{changes:?}");
     assert_eq!(canonical(&detach(&other)), canonical(&before));
 }
 
