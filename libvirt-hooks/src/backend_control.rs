@@ -139,7 +139,7 @@ impl BackendControl {
 
     /// Has the backend bring every page home, for as long as what is returned lives.
     pub fn bring_home(&self) -> Result<Homecoming, ControlError> {
-        let homecoming = Homecoming {
+        let mut homecoming = Homecoming {
             stream: self.open()?,
             control: self.clone(),
         };
@@ -246,13 +246,14 @@ impl Homecoming {
         }
     }
 
-    fn wait_at_most(&self, timeout: Duration) -> Result<(), ControlError> {
+    fn wait_at_most(&mut self, timeout: Duration) -> Result<(), ControlError> {
+        self.control.timeout = timeout;
         let set = self.stream.set_read_timeout(Some(timeout));
         set.map_err(|e| self.control.broken(e.into()))
     }
 
     /// Leaves the guest's memory to the kernel, now that every page is home.
-    pub fn release(self) -> Result<(), ControlError> {
+    pub fn release(mut self) -> Result<(), ControlError> {
         self.wait_at_most(RELEASE_TIMEOUT)?;
         let reply = self.control.ask_on(&self.stream, Request::Release)?;
         self.control.done(reply)

@@ -179,7 +179,11 @@ fn drop_at(servers: &BTreeSet<ServerAddress>, disk: DiskId, host: &HostSettings)
         bail!(DropRefusal::Unknown(disk.to_string(), asked.join(", ")));
     }
     // A part of a disk is of no use to a guest that has all of it in its saved state.
-    if !all_answered {
+    let found: BTreeSet<u32> = parts.iter().map(|(_, part)| part.shape.part).collect();
+    let is_whole = parts
+        .first()
+        .is_some_and(|(_, part)| found.len() == part.shape.parts as usize);
+    if !all_answered && !is_whole {
         complain!("error: nothing is dropped: every server of the disk has to answer first");
         return Ok(false);
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use outram_wire::causes::with_causes;
-use outram_wire::control::Phase;
+use outram_wire::control::{Phase, is_supervised};
 use outram_wire::host_settings::HostSettings;
 use outram_wire::limits::Standing;
 use outram_wire::server::ServerAddress;
@@ -253,6 +253,9 @@ fn cure_of_silence(error: &ControlError, run_dir: &Path, name: &str) -> String {
     match error {
         ControlError::Permission(_) => "run this as root".to_owned(),
         ControlError::NotRunning(_) if launch::is_abandoned(run_dir) => {
+            format!("outram restart {name}: the guest goes on")
+        }
+        ControlError::Silent(..) if !is_supervised(run_dir) => {
             format!("outram restart {name}: the guest goes on")
         }
         ControlError::NotRunning(_) => {

@@ -137,7 +137,7 @@ fn started_again(guest: &Guest, dir: &Path, paths: &Paths) -> Result<String> {
         .with_context(|| format!("the backend of domain '{name}' is not started again"))?;
     let now = guest.control.status()?;
     Ok(format!(
-        "Domain '{name}' had lost its backend and is served again: {}",
+        "Domain '{name}' is served again: {}",
         described(&now)
     ))
 }

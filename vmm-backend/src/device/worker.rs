@@ -96,7 +96,8 @@ impl Worker {
         Ok(Self { stop, thread })
     }
 
-    /// Ends the thread after the request it is at; its ring. `None` where the thread panicked.
+    /// Ends the thread after the request it is at; its ring. `None` would be of a thread that panicked, which
+    /// ends the process.
     pub(super) fn stop(self) -> Option<Ring> {
         self.stop.wanted.store(true, Ordering::Release);
         if let Err(error) = self.stop.event.write(1) {

@@ -2,7 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use outram_wire::causes::with_causes;
@@ -34,7 +34,7 @@ pub(super) struct Dialer {
     identity: Arc<Identity<ClientConfig>>,
     name: ServerName<'static>,
     rdma: Choice,
-    /// Addresses of the server, as its name was last resolved.
+    /// Addresses of the server, as its name was last resolved, the one that answered last first.
     known: Arc<Mutex<Vec<SocketAddr>>>,
 }
 
@@ -100,7 +100,7 @@ impl Dialer {
     pub(super) fn greet(&self, purpose: &Purpose) -> Result<Greeted, RemoteError> {
         super::refresh(&self.identity);
         let identity = self.identity.current()?;
-        let (socket, deadline) = self.socket()?;
+        let (socket, deadline) = self.socket(&self.resolved()?)?;
         let deadline = deadline + self.timing.patience;
         let local = socket.local_addr();
         let mut channel = Channel::connect(socket, identity, self.name.clone(), deadline)
@@ -208,7 +208,10 @@ impl Dialer {
 
     /// Opens a data connection with a token that was obtained over control.
     pub(super) fn data(&self, token: &Token) -> Result<DataConn, RemoteError> {
-        let (mut socket, deadline) = self.socket()?;
+        // A token does not last as long as a name may take to be resolved, and the control connection has found
+        // the server.
+        let known = self.known().clone();
+        let (mut socket, deadline) = self.socket(&known)?;
         let admission = self
             .say_data_hello(&mut socket, token, deadline)
             .map_err(|source| self.data_error(source))?;
@@ -241,9 +244,9 @@ impl Dialer {
         Ok(welcome)
     }
 
-    /// Connects to the first of the server's addresses that answers; until when it may be met.
-    fn socket(&self) -> Result<(TcpStream, Instant), RemoteError> {
-        let addresses = self.addresses()?;
+    /// Connects to the first of the server's addresses that answers, which is tried first from then on; until when
+    /// it may be met.
+    fn socket(&self, addresses: &[SocketAddr]) -> Result<(TcpStream, Instant), RemoteError> {
         // How long a name takes to be resolved is none of the server's doing.
         let deadline = Instant::now() + self.timing.connect;
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
@@ -258,7 +261,10 @@ impl Dialer {
             let connected = TcpStream::connect_timeout(address, part)
                 .and_then(|socket| prepare_socket(&socket, DEAD_AFTER).map(|()| socket));
             match connected {
-                Ok(socket) => return Ok((socket, deadline)),
+                Ok(socket) => {
+                    self.known().sort_by_key(|known| known != address);
+                    return Ok((socket, deadline));
+                }
                 Err(error) => last = error,
             }
         }
@@ -270,10 +276,9 @@ impl Dialer {
 
     /// What the server's name stands for, or stood for when that could last be told: whoever tells may be gone
     /// while the server is there.
-    fn addresses(&self) -> Result<Vec<SocketAddr>, RemoteError> {
+    fn resolved(&self) -> Result<Vec<SocketAddr>, RemoteError> {
         let resolved = (self.address.host(), self.address.port()).to_socket_addrs();
-        // Not before: others may have been told meanwhile.
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.known();
         match resolved {
             Ok(addresses) => *known = addresses.collect(),
             Err(error) if !known.is_empty() => {
@@ -290,6 +295,11 @@ impl Dialer {
             }
         }
         Ok(known.clone())
+    }
+
+    /// Held for moments alone.
+    fn known(&self) -> MutexGuard<'_, Vec<SocketAddr>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Has `bytes` in all set aside, before anything else is asked.
