@@ -411,6 +411,16 @@ pub fn is_abandoned(run_dir: &Path) -> bool {
     }
 }
 
+/// Whether nobody but [`start_again`] brings a backend back that gave this in place of an answer: all of it
+/// was killed; or its supervisor was, and its pager stands still, which a new supervisor ends.
+pub fn has_to_be_started_again(error: &ControlError, run_dir: &Path) -> bool {
+    match error {
+        ControlError::NotRunning(_) => is_abandoned(run_dir),
+        ControlError::Silent(..) => !is_supervised(run_dir),
+        _ => false,
+    }
+}
+
 /// Clears up after a backend that was killed, once its guest has ended too: its state's tmpfs
 /// holds host memory. What happened is left as the reason for 'outram status'.
 pub fn clear_abandoned(run_dir: &Path) {

@@ -1,5 +1,8 @@
 //! A process of which no part is missing.
 
+use std::io;
+use std::thread::{Builder, JoinHandle};
+
 /// Ends the process where a panic would end one thread of it alone, for which the guest would wait for good:
 /// the supervisor starts another process in its place.
 pub(crate) struct AbortIfPanicking;
@@ -10,4 +13,15 @@ impl Drop for AbortIfPanicking {
             std::process::abort();
         }
     }
+}
+
+/// Starts a thread without which the process is not to go on.
+pub(crate) fn spawn<T: Send + 'static>(
+    name: impl Into<String>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    Builder::new().name(name.into()).spawn(move || {
+        let _whole = AbortIfPanicking;
+        work()
+    })
 }

@@ -170,7 +170,7 @@ fn demand_some(servers: &BTreeSet<ServerAddress>, paths: &Paths) -> Result<()> {
     Ok(())
 }
 
-/// Drops a disk wherever a part of it is parked; every server must have answered.
+/// Drops a disk wherever a part of it is parked, once all of its parts are found, or every server has answered.
 fn drop_at(servers: &BTreeSet<ServerAddress>, disk: DiskId, host: &HostSettings) -> Result<bool> {
     let (found, all_answered) = ask(servers, host);
     let parts: Vec<_> = found.iter().filter(|(_, part)| part.disk == disk).collect();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use outram_wire::causes::with_causes;
-use outram_wire::control::{Phase, is_supervised};
+use outram_wire::control::Phase;
 use outram_wire::host_settings::HostSettings;
 use outram_wire::limits::Standing;
 use outram_wire::server::ServerAddress;
@@ -152,8 +152,10 @@ impl Patient<'_> {
                 Check::warn(label, refusal.to_string(), cure)
             })
             .collect();
-        if checks.is_empty() && page_size::find(&domain).is_ok_and(PageSize::is_huge) {
-            let refusal = LiveRefusal::HugePages(self.name.to_owned());
+        let huge = LiveRefusal::HugePages(self.name.to_owned());
+        if checks.is_empty()
+            && let Err(refusal) = live::demand_small_pages(&domain, huge)
+        {
             checks.push(Check::warn(label, refusal.to_string(), ""));
         }
         match hotplug_slot::find(&domain) {
@@ -200,7 +202,9 @@ impl Patient<'_> {
             let found = format!("{} hold its pages and are out of reach", away.join(", "));
             checks.push(Check::fail("backend", found, "bring them back"));
         }
-        let possible = live::demand_small_pages(domain, self.name)
+        let huge = LiveRefusal::HugePagesHome(self.name.to_owned());
+        let possible = live::demand_small_pages(domain, huge)
+            .map_err(anyhow::Error::from)
             .and_then(|()| live::demand_no_far_disk(domain, self.name))
             .and_then(|()| Ok(live::demand_room(&status)?));
         match possible {
@@ -250,14 +254,11 @@ impl Patient<'_> {
 
 /// What helps where a guest's backend gives no answer. Its memory is where it was.
 fn cure_of_silence(error: &ControlError, run_dir: &Path, name: &str) -> String {
+    if launch::has_to_be_started_again(error, run_dir) {
+        return format!("outram restart {name}: the guest goes on");
+    }
     match error {
         ControlError::Permission(_) => "run this as root".to_owned(),
-        ControlError::NotRunning(_) if launch::is_abandoned(run_dir) => {
-            format!("outram restart {name}: the guest goes on")
-        }
-        ControlError::Silent(..) if !is_supervised(run_dir) => {
-            format!("outram restart {name}: the guest goes on")
-        }
         ControlError::NotRunning(_) => {
             format!("it is being started again: look once more ('outram status {name}')")
         }

@@ -204,9 +204,7 @@ impl<'a> Running<'a> {
                 refusals,
             });
         }
-        if page_size::find(&edited).is_ok_and(PageSize::is_huge) {
-            bail!(LiveRefusal::HugePages(self.name.to_owned()));
-        }
+        demand_small_pages(&edited, LiveRefusal::HugePages(self.name.to_owned()))?;
         if let Some(profile) = &self.profile {
             profile.check()?;
         }
@@ -398,7 +396,7 @@ impl<'a> Running<'a> {
         if changes.is_empty() {
             bail!(LiveRefusal::NotAttached(self.name.to_owned()));
         }
-        demand_small_pages(&self.xml, self.name)?;
+        demand_small_pages(&self.xml, LiveRefusal::HugePagesHome(self.name.to_owned()))?;
         Ok(changes)
     }
 
@@ -535,12 +533,15 @@ fn elsewhere(status: &Status) -> u64 {
     }
 }
 
-/// Refuses a guest whose backend brings no memory home.
-pub(super) fn demand_small_pages(running: &DomainXml, name: &str) -> Result<()> {
-    if page_size::find(running).is_ok_and(PageSize::is_huge) {
-        bail!(LiveRefusal::HugePagesHome(name.to_owned()));
+/// Refuses a guest on hugetlbfs, whose memory neither leaves nor comes home while it runs.
+pub(super) fn demand_small_pages(
+    running: &DomainXml,
+    refusal: LiveRefusal,
+) -> Result<(), LiveRefusal> {
+    match page_size::find(running).is_ok_and(PageSize::is_huge) {
+        true => Err(refusal),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// Refuses to take a far-memory disk from a guest that runs: what lies there would be gone.

@@ -1,6 +1,5 @@
 //! `outram restart`: another process for a backend, while its guest runs.
 
-use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -81,12 +80,14 @@ fn restart(guest: &Guest, paths: &Paths) -> Result<String> {
     let dir = run_dir(paths, guest.vm);
     let before = match guest.control.status() {
         Ok(status) => status,
-        Err(ControlError::NotRunning(_)) if launch::is_abandoned(&dir) => {
-            return started_again(guest, &dir, paths);
-        }
-        // Its pager stands still, and its supervisor has died: a new one ends that pager.
-        Err(ControlError::Silent(..)) if !is_supervised(&dir) => {
-            return started_again(guest, &dir, paths);
+        Err(error) if launch::has_to_be_started_again(&error, &dir) => {
+            launch::start_again(&find_backend(paths)?, &dir, paths.systemd)
+                .with_context(|| format!("the backend of domain '{name}' is not started again"))?;
+            let now = guest.control.status()?;
+            return Ok(format!(
+                "Domain '{name}' is served again: {}",
+                described(&now)
+            ));
         }
         Err(error @ ControlError::NotRunning(_)) => {
             bail!("domain '{name}' has no running backend: {error}; start the domain first")
@@ -128,18 +129,6 @@ fn restart(guest: &Guest, paths: &Paths) -> Result<String> {
         }
         sleep(POLL_INTERVAL);
     }
-}
-
-/// Starts a backend that nobody else would start.
-fn started_again(guest: &Guest, dir: &Path, paths: &Paths) -> Result<String> {
-    let name = &guest.name;
-    launch::start_again(&find_backend(paths)?, dir, paths.systemd)
-        .with_context(|| format!("the backend of domain '{name}' is not started again"))?;
-    let now = guest.control.status()?;
-    Ok(format!(
-        "Domain '{name}' is served again: {}",
-        described(&now)
-    ))
 }
 
 fn described(status: &Status) -> String {

@@ -21,7 +21,7 @@ use crate::far_disk::FarDisk;
 use crate::handover::{self, Options, Vmm, Way, discover};
 use crate::pager::{Course, HomingError, Orphan, Pager};
 use crate::remote::RemoteConfig;
-use crate::whole::AbortIfPanicking;
+use crate::whole::{self, AbortIfPanicking};
 
 /// A front end sends its first message at once.
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
@@ -404,11 +404,7 @@ pub(super) fn take_over_again(
 pub(super) fn serve(daemon: &Daemon, guest: Guest) {
     let guest = Arc::new(guest);
     let followed = Arc::downgrade(&guest);
-    let follower = std::thread::Builder::new().name("hot-plug".to_owned());
-    if let Err(error) = follower.spawn(move || {
-        let _whole = AbortIfPanicking;
-        follow_memory(&followed);
-    }) {
+    if let Err(error) = whole::spawn("hot-plug", move || follow_memory(&followed)) {
         tracing::error!(%error, "hot-plugged memory is not followed");
     }
     daemon.set_stage(Stage::Serving(guest));

@@ -20,7 +20,7 @@ use super::table::{PinnedBuffers, Table};
 use super::tally::Tally;
 use crate::crash_points::{self, Point};
 use crate::far_disk::Interrupt;
-use crate::whole::AbortIfPanicking;
+use crate::whole;
 
 /// What all queues of a device share.
 pub(super) struct Shared {
@@ -85,14 +85,11 @@ impl Worker {
             call,
             error,
         };
-        let thread = std::thread::Builder::new()
-            .name(format!("blk-queue-{index}"))
-            .spawn(move || {
-                let _whole = AbortIfPanicking;
-                guard::accept_bus_errors();
-                server.run();
-                server.ring
-            })?;
+        let thread = whole::spawn(format!("blk-queue-{index}"), move || {
+            guard::accept_bus_errors();
+            server.run();
+            server.ring
+        })?;
         Ok(Self { stop, thread })
     }
 

@@ -179,7 +179,8 @@ pub enum PinRefused {
 /// [`Ports::write_back`] act at once; those three only hand work out.
 pub trait Ports {
     /// Makes the pages zero and wakes their waiters; stops at the first that cannot be. Returns
-    /// how many were made, and how the attempt on the next one ended (`Done` where all were).
+    /// how many were made, and how the attempt on the next one ended (`Done` where all were). A run that
+    /// is in more than one of the VMM's mappings may be `Gone` as a whole, here as in [`Ports::copy_row`].
     fn zero(&mut self, run: PageRun) -> (u32, Install);
     /// Puts a page in place, write-protected if `protect`, and wakes its waiters.
     fn copy(&mut self, page: PageIndex, bytes: &[u8], protect: bool) -> Install;

@@ -21,7 +21,7 @@ use super::store::{Store, StoreKeys};
 use super::table::{DiskTable, FormerOpening};
 use super::{DiskError, DiskFault, FarDiskConfig, Interrupt};
 use crate::remote::{DiskOpening, FIRST_PATIENCE, RemoteError, Session, SessionEvent};
-use crate::whole::AbortIfPanicking;
+use crate::whole;
 
 /// Most blocks whose entries are loaded at once.
 const MOST_LOADED: u32 = 32 * 1024;
@@ -328,16 +328,13 @@ fn connect(
 /// Hears the sessions until the last of them has ended.
 fn listen(states: Vec<Arc<LineState>>, events: Receiver<SessionEvent>) -> Result<(), DiskError> {
     let work = move || {
-        let _whole = AbortIfPanicking;
         for event in events {
             if let Some(state) = states.get(server_of(&event)) {
                 state.hear(event);
             }
         }
     };
-    std::thread::Builder::new()
-        .name("disk-servers".to_owned())
-        .spawn(work)
+    whole::spawn("disk-servers", work)
         .map(drop)
         .map_err(|source| {
             DiskError::Remote(RemoteError::System {

@@ -20,7 +20,7 @@ use super::uffd::Uffd;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
 use crate::engine::staging::Ticket;
 use crate::engine::{PageIndex, PageRun, SharedRef};
-use crate::whole::AbortIfPanicking;
+use crate::whole;
 
 /// Pause before write-protecting is tried again while the VMM changes its mappings: its caller
 /// waits for the shard to read one event.
@@ -112,9 +112,8 @@ impl Evictors {
         let mut crew = lock(&self.crew);
         self.dismiss_down_to(0, &mut crew);
         for thread in crew.threads.drain(..) {
-            if thread.join().is_err() {
-                tracing::error!("an evictor had panicked");
-            }
+            // One that had panicked would have ended the process.
+            let _ = thread.join();
         }
     }
 
@@ -129,11 +128,9 @@ impl Evictors {
     fn grow_to(&self, size: u32, crew: &mut Crew) -> io::Result<()> {
         while crew.size < size {
             let (parts, queue) = (Arc::clone(&self.parts), self.queue.clone());
-            let builder = std::thread::Builder::new().name(format!("evict-{}", crew.size));
-            crew.threads.push(builder.spawn(move || {
-                let _whole = AbortIfPanicking;
-                parts.work(&queue);
-            })?);
+            let name = format!("evict-{}", crew.size);
+            crew.threads
+                .push(whole::spawn(name, move || parts.work(&queue))?);
             crew.size += 1;
         }
         Ok(())

@@ -5,7 +5,7 @@
 //! [`Pager::release`] has every shard unregister its range: from there on there is no way back, and
 //! no need for one, for every page is where the kernel alone finds it.
 //!
-//! Lock order: the standing limit, then the course; neither is held while shards are waited for.
+//! Lock order: `changing`, then the course; neither is held while shards are waited for.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -78,7 +78,8 @@ impl Pager {
 
     /// Lifts the limit and begins to bring every page home.
     pub fn bring_home(&self) -> Result<(), HomingError> {
-        let standing = lock(&self.standing);
+        let _alone = lock(&self.changing);
+        let standing = self.standing();
         if standing.page_size.is_huge() {
             return Err(HomingError::HugePages);
         }
@@ -113,7 +114,8 @@ impl Pager {
     /// Calls it off: back to the limit that was asked for last. Nothing where memory has been
     /// released already.
     pub fn stay(&self) {
-        let standing = lock(&self.standing);
+        let _alone = lock(&self.changing);
+        let standing = self.standing();
         let mut course = lock(&self.course);
         if *course != Course::Homing {
             return;

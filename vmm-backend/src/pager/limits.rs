@@ -105,24 +105,30 @@ impl BudgetRule {
 }
 
 impl Pager {
+    /// What the limit is, and of how much RAM.
+    pub(super) fn standing(&self) -> Standing {
+        *lock(&self.standing)
+    }
+
     /// The limit as it was last asked for.
     pub fn limit(&self) -> Limit {
-        lock(&self.shown).limit
+        self.standing().limit
     }
 
     /// Sets a new limit: returns once it is accepted and the servers have promised what it needs;
     /// it is reached in the background.
     pub fn tune(&self, limit: Limit) -> Result<(), LimitError> {
-        let mut standing = lock(&self.standing);
+        let _alone = lock(&self.changing);
+        let standing = self.standing();
         if self.course() != Course::Serving {
             return Err(LimitError::Leaving);
         }
-        let next = Standing { limit, ..*standing };
+        let next = Standing { limit, ..standing };
         next.check()?;
         self.promise(&next)?;
         crash_points::pass(Point::TunePromised);
         match self.back_staging(&standing, &next) {
-            Ok(backing) => self.settle(&mut standing, next, backing),
+            Ok(backing) => self.settle(next, backing),
             Err(error) => {
                 self.promise_less(&standing);
                 return Err(error);
@@ -131,7 +137,7 @@ impl Pager {
         crash_points::pass(Point::TuneSettled);
         match self.update_record(|record| record.limit = limit) {
             // Only what a successor does not need either.
-            Ok(()) => self.promise_less(&standing),
+            Ok(()) => self.promise_less(&next),
             Err(error) => {
                 tracing::warn!(%error, "a backend that takes over from this one would keep the former limit");
             }
@@ -157,7 +163,7 @@ impl Pager {
 
     /// How much of the limit may hold what left, compressed.
     pub fn compressed_share(&self) -> CompressedShare {
-        lock(&self.shown).compressed
+        self.standing().compressed
     }
 
     /// Has the guest's memory moved so from now on; what is `None` stays.
@@ -170,14 +176,14 @@ impl Pager {
         let share = tuning.compressed_share;
         share.map(|share| share.check(size)).transpose()?;
         // So that of two changes at once, the one that lasts is the one that is written last.
-        let mut standing = lock(&self.standing);
+        let _alone = lock(&self.changing);
         if let Some(compressed) = share {
             let next = Standing {
                 compressed,
-                ..*standing
+                ..self.standing()
             };
             self.promise(&next).map_err(TuningError::Limit)?;
-            self.settle(&mut standing, next, self.staging.backing());
+            self.settle(next, self.staging.backing());
         }
         if let Some(workers) = tuning.workers {
             self.evictors.set(workers)?;
@@ -189,7 +195,7 @@ impl Pager {
         let depth = tuning.queue_depth.into_iter();
         depth.for_each(|depth| pace.set_queue_depth(depth));
         match self.records.write_tuning(tuning) {
-            Ok(()) if share.is_some() => self.promise_less(&standing),
+            Ok(()) if share.is_some() => self.promise_less(&self.standing()),
             Ok(()) => {}
             Err(error) => {
                 tracing::warn!(%error, "a backend that takes over from this one would move the guest's memory as before");
@@ -217,7 +223,7 @@ impl Pager {
     /// Changes what the limit is and of how much RAM; the servers have promised room for it, and its
     /// staging is there: nothing of that was given back since. While everything comes home, the limit stays
     /// out of the way.
-    pub(super) fn settle(&self, standing: &mut Standing, next: Standing, backing: Backing<'_>) {
+    pub(super) fn settle(&self, next: Standing, backing: Backing<'_>) {
         let sizes = next.sizes();
         let (limit_pages, compressed_pages) = match self.course() {
             Course::Serving => (sizes.limit_pages, sizes.compressed_pages),
@@ -234,15 +240,14 @@ impl Pager {
             .compressed
             .set_capacity(compressed_pages, &self.shared.budget);
         self.shards.iter().for_each(super::Inbox::ring);
-        *standing = next;
-        *lock(&self.shown) = next;
+        *lock(&self.standing) = next;
     }
 
     /// The guest's RAM has become less: the limit follows, and so does what the servers promise.
     /// Staging never grows by it.
-    pub(super) fn shrink(&self, standing: &mut Standing, next: Standing) {
-        self.settle(standing, next, self.staging.backing());
-        self.promise_less(standing);
+    pub(super) fn shrink(&self, next: Standing) {
+        self.settle(next, self.staging.backing());
+        self.promise_less(&next);
     }
 
     /// Has the servers promise what is to be, if that is more than before; on a refusal all promises are

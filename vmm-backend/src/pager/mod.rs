@@ -59,7 +59,7 @@ use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
 use crate::handover::discover::RamBlock;
 use crate::handover::{HandedOver, Vmm};
 use crate::remote::{FIRST_PATIENCE, NewSession, RemoteConfig, RemoteError, Session, SessionEvent};
-use crate::whole::AbortIfPanicking;
+use crate::whole;
 use demand::DemandReads;
 use evictor::{EvictorParts, Evictors};
 use guest_ram::{GuestRam, table_pages};
@@ -493,8 +493,8 @@ impl PreparedPager {
             vmm: held.vmm,
             most_ram_bytes: self.config.max_ram_bytes.max(self.config.ram_bytes),
             uffds: held.uffds,
+            changing: Mutex::default(),
             standing: Mutex::new(standing),
-            shown: Mutex::new(standing),
             plugging: Mutex::new(held.plugging),
             aside: AsideList::default(),
             rule,
@@ -613,15 +613,12 @@ fn spawn(
     work: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>, PagerError> {
     let gate = gate.clone();
-    std::thread::Builder::new()
-        .name(name.to_owned())
-        .spawn(move || {
-            let _whole = AbortIfPanicking;
-            if gate.recv().is_ok() {
-                work();
-            }
-        })
-        .map_err(system("starting a thread"))
+    let started = whole::spawn(name, move || {
+        if gate.recv().is_ok() {
+            work();
+        }
+    });
+    started.map_err(system("starting a thread"))
 }
 
 /// What the threads of a shard are made of.
@@ -672,6 +669,7 @@ impl Parts<'_> {
             vmm: Arc::clone(&self.held.vmm),
             unmapped: Vec::new(),
             leaving: Vec::new(),
+            wanted_back: HashSet::new(),
             next_pin: 0,
             last_of_guest: Instant::now(),
             spin: spin::Spin::default(),
@@ -711,10 +709,10 @@ pub struct Pager {
     vmm: Arc<Vmm>,
     most_ram_bytes: u64,
     uffds: Vec<Arc<Uffd>>,
-    /// Held by who changes it, who may wait for servers meanwhile.
+    /// Held by who changes what stands, or where all goes, and may wait for servers meanwhile.
+    changing: Mutex<()>,
+    /// Held for moments alone.
     standing: Mutex<Standing>,
-    /// The same for who looks, and waits for nobody.
-    shown: Mutex<Standing>,
     plugging: Mutex<Plugging>,
     aside: AsideList,
     rule: Arc<BudgetRule>,
@@ -763,9 +761,8 @@ impl Pager {
         let _ = self.stop_keeping.try_send(());
         let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
-            if thread.join().is_err() {
-                tracing::error!("a pager thread had panicked");
-            }
+            // One that had panicked would have ended the process.
+            let _ = thread.join();
         }
         self.evictors.end();
         if !self.retired.swap(true, Ordering::AcqRel) {

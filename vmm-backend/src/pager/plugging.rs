@@ -6,7 +6,7 @@
 //! is told loudly. A block that the VMM has mapped no longer leaves: its shards drop all that they
 //! keep of it, and its memfd is closed here, so that its memory is free.
 //!
-//! Lock order: `plugging`, then `standing`, then the course or `aside`. No pager thread takes any of
+//! Lock order: `plugging`, then `changing`, then the course or `aside`. No pager thread takes any of
 //! them.
 
 use std::fs::File;
@@ -267,13 +267,12 @@ impl Pager {
         });
         if !gone.is_empty() {
             crash_points::pass(Point::UnplugDone);
-            let mut standing = lock(&self.standing);
+            let _alone = lock(&self.changing);
             let ram_bytes = self.ram_bytes();
-            let shrunk = Standing {
+            self.shrink(Standing {
                 ram_bytes,
-                ..*standing
-            };
-            self.shrink(&mut standing, shrunk);
+                ..self.standing()
+            });
             tracing::info!(ram = %format_size(ram_bytes), "guest RAM is smaller");
         }
         gone
@@ -346,18 +345,18 @@ impl Pager {
         if block.huge_page_bytes.is_some() || self.ram.page_size().is_huge() {
             return Err(AsideReason::HugePages);
         }
-        let mut standing = lock(&self.standing);
+        let _alone = lock(&self.changing);
+        let before = self.standing();
         if self.course() != Course::Serving {
             return Err(LimitError::Leaving.into());
         }
         let grown = Standing {
             ram_bytes: self.ram_bytes() + block.length,
-            ..*standing
+            ..before
         };
         if grown.ram_bytes > self.most_ram_bytes {
             return Err(guest_ram::NoRoom.into());
         }
-        let before = *standing;
         self.promise(&grown)?;
         let backed = self.back_staging(&before, &grown);
         let plugged = backed.map_err(AsideReason::from).and_then(|backing| {
@@ -374,7 +373,7 @@ impl Pager {
         });
         match plugged {
             Ok(backing) => {
-                self.settle(&mut standing, grown, backing);
+                self.settle(grown, backing);
                 Ok(())
             }
             Err(reason) => {

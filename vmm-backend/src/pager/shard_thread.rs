@@ -280,6 +280,8 @@ pub(super) struct ShardThread {
     pub(super) unmapped: Vec<PageRun>,
     /// Regions on their way out, and who waits for that.
     pub(super) leaving: Vec<(PageRun, Sender<()>)>,
+    /// Groups of slabs that their servers want back, and that are not looked for yet.
+    pub(super) wanted_back: HashSet<u32>,
     /// For the next pin.
     pub(super) next_pin: u64,
     /// When the guest last asked for something, or something came for it.
@@ -319,11 +321,8 @@ impl ShardThread {
             if ready.has_own(MESSAGES) {
                 self.messages.hush();
             }
-            // A server that shrinks wants many back, and each look at them takes long where the guest is large.
-            let mut wanted_back = HashSet::new();
             while let Some(event) = self.messages.next() {
                 match event {
-                    ShardEvent::Vacate(group) => drop(wanted_back.insert(group)),
                     ShardEvent::Quit => return self.let_go(),
                     ShardEvent::Release(answer) => match self.unregister() {
                         Ok(()) => return self.into_released().work(&answer, &mut events),
@@ -333,8 +332,9 @@ impl ShardThread {
                     event => self.handle(event),
                 }
             }
-            if !wanted_back.is_empty() {
-                self.shard.on_vacate(&wanted_back);
+            // A server that shrinks wants many back, and each look at them takes long where the guest is large.
+            if !self.wanted_back.is_empty() {
+                self.shard.on_vacate(&std::mem::take(&mut self.wanted_back));
             }
             for fetch in self.shard.ports().demand.drain_gone() {
                 self.shard
@@ -595,12 +595,13 @@ impl ShardThread {
             }
             ShardEvent::Disconnected(server) => self.shard.ports().demand.disconnected(server),
             ShardEvent::GroupsLost(groups) => self.shard.on_groups_lost(&groups),
+            ShardEvent::Vacate(group) => drop(self.wanted_back.insert(group)),
             ShardEvent::Homing(true) => self.shard.start_homing(),
             ShardEvent::Homing(false) => self.shard.stop_homing(),
             ShardEvent::Plug(region, populated) => self.plug(region, populated),
             ShardEvent::Unplug(run, answer) => self.unplug(run, answer),
             ShardEvent::Ending => self.shard.end(),
-            ShardEvent::Vacate(_) | ShardEvent::Release(_) | ShardEvent::Quit => {}
+            ShardEvent::Release(_) | ShardEvent::Quit => {}
         }
     }
 

@@ -1,9 +1,9 @@
 //! The thread that makes data connections of what was agreed for them, beside the control connection:
 //! so that a connection which is slow to come up keeps no renewal waiting.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::{io, thread};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use outram_wire::server::Token;
@@ -12,7 +12,7 @@ use super::connect::Dialer;
 use super::session::{Order, Orders};
 use super::verbs::{Half, Other};
 use super::{DataConn, RemoteError, SessionEvent};
-use crate::whole::AbortIfPanicking;
+use crate::whole;
 
 /// A connection that is to be made.
 pub(super) struct Opening {
@@ -43,12 +43,8 @@ impl Opener {
     /// Runs until the sender returned is dropped; at most `queued` openings wait.
     pub(super) fn start(self, queued: usize) -> io::Result<Sender<Opening>> {
         let (sender, openings) = bounded(queued);
-        thread::Builder::new()
-            .name(format!("server-{}-open", self.server))
-            .spawn(move || {
-                let _whole = AbortIfPanicking;
-                self.run(&openings);
-            })?;
+        let name = format!("server-{}-open", self.server);
+        whole::spawn(name, move || self.run(&openings))?;
         Ok(sender)
     }
 

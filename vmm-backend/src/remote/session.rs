@@ -2,7 +2,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -12,7 +11,7 @@ use outram_wire::server::{DiskWelcome, InstanceId, Purpose, SlabId};
 
 use super::keeper::Keeper;
 use super::{DiskOpening, RemoteConfig, RemoteError, ServerAddress, SessionEvent};
-use crate::whole::AbortIfPanicking;
+use crate::whole;
 
 /// A session as its owner may show it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -238,15 +237,9 @@ impl Session {
         let address = keeper.address().clone();
         let answer_timeout = keeper.answer_timeout();
         // Both threads or none: a session without them would stay down in silence.
-        let keeping = thread::Builder::new().name(keeper.name());
         keeper
             .start_opener(&orders)
-            .and_then(|()| {
-                keeping.spawn(move || {
-                    let _whole = AbortIfPanicking;
-                    keeper.run(&receiver);
-                })
-            })
+            .and_then(|()| whole::spawn(keeper.name(), move || keeper.run(&receiver)))
             .map_err(|source| RemoteError::System {
                 what: "a thread",
                 source,

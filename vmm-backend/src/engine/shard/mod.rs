@@ -703,7 +703,7 @@ impl<P: Ports> Shard<P> {
         };
         let (mut made, mut how) = self.ports.zero(run);
         if ahead > 0 && made == 0 && how == Install::Gone {
-            // A run that is in more than one of the VMM's mappings is refused like one that is in none.
+            // The first that was not made says why when it is tried by itself.
             (made, how) = self.ports.zero(PageRun::single(page));
         }
         crash_points::pass(Point::ZeroMade);
