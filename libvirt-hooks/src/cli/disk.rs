@@ -149,6 +149,16 @@ fn settings_of(domain: &LibvirtDomain) -> Result<Option<MemorySettings>> {
     Ok(metadata::read(&DomainXml::parse(&domain.definition()?)?)?)
 }
 
+/// The same of a domain that runs, as it runs; none of one that does not.
+fn running_settings_of(domain: &LibvirtDomain) -> Result<Option<MemorySettings>> {
+    match domain.is_active()? {
+        true => Ok(metadata::read(&DomainXml::parse(
+            &domain.running_definition()?,
+        )?)?),
+        false => Ok(None),
+    }
+}
+
 fn check_unused(domain: &LibvirtDomain, name: &str) -> Result<()> {
     if domain.is_active()? {
         bail!(DropRefusal::Running(name.to_owned()));
@@ -237,13 +247,15 @@ impl Owners {
             let Ok(domain) = libvirt.domain(&name) else {
                 continue;
             };
-            let Ok(Some(settings)) = settings_of(&domain) else {
-                continue;
-            };
-            owners.servers.extend(settings.servers);
-            if let Some(disk) = settings.disk {
-                let key: DiskKey = disk.key;
-                owners.by_disk.insert(key.disk_of(domain.vm_id()?), name);
+            // One that was attached as it runs has settings that its definition has not.
+            let all = [settings_of(&domain), running_settings_of(&domain)];
+            for settings in all.into_iter().flatten().flatten() {
+                owners.servers.extend(settings.servers);
+                if let Some(disk) = settings.disk {
+                    let key: DiskKey = disk.key;
+                    let disk = key.disk_of(domain.vm_id()?);
+                    owners.by_disk.insert(disk, name.clone());
+                }
             }
         }
         Ok(owners)

@@ -476,6 +476,12 @@ fn far_disk(lab: &Lab) -> Result<()> {
     })?;
     console.ask("fs-make", "FS", LONG)?;
     console.ask("fs-write 8 1", "FS", LONG)?;
+    // Only the domain as it runs tells of its servers and its disk.
+    let disks = lab.host.outram_ok(&["disk", "list"])?;
+    ensure!(
+        disks.contains(guest.name()) && disks.contains(&server.address),
+        "{disks}"
+    );
     // What is of the definition alone does not come into what runs.
     let config = ["attach", guest.name(), "--config", "--local-ratio", "0.5"];
     outram(lab, &[&config[..], &["--server", &server.address]].concat())?;
