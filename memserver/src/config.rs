@@ -122,7 +122,8 @@ impl Config {
                 slab_bytes: self.slab_bytes,
             });
         }
-        if self.memory_bytes < self.slab_bytes {
+        // Nothing at all is what an operator wants who empties the server.
+        if (1..self.slab_bytes).contains(&self.memory_bytes) {
             return Err(ConfigError::Memory {
                 memory_bytes: self.memory_bytes,
                 slab_bytes: self.slab_bytes,
@@ -182,7 +183,8 @@ pub struct Flags {
     /// Address and port to listen on, such as 0.0.0.0:7741; IPv6 goes in brackets
     #[arg(long, value_name = "ADDR:PORT")]
     pub listen: Option<SocketAddr>,
-    /// Memory to lend at most, such as 64GiB; taken from the system only as slabs are leased
+    /// Memory to lend at most, such as 64GiB; taken from the system only as slabs are leased. With 0 nothing is
+    /// lent, and guests move to other servers what they have here
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
     /// Memory that the guests and disks of one client certificate may have set aside in all, such as
@@ -355,7 +357,7 @@ pub enum ConfigError {
     },
     /// Not one slab could be lent.
     #[error(
-        "--memory of {} is less than a slab of {}: lend more, or make --slab-size smaller",
+        "--memory of {} is less than a slab of {}: lend more, or nothing (0), or make --slab-size smaller",
         format_size(*memory_bytes), format_size(*slab_bytes)
     )]
     Memory {

@@ -16,6 +16,7 @@ use outram_wire::units::format_size;
 use outram_wire::verbs::{Choice, End, VerbsError};
 
 use crate::ledger::{Caller, Ended, Hold, Ledger, Wish};
+use crate::lobby::Place;
 use crate::metrics::{Metrics, Outcome, With};
 use crate::session::{Holder, Seat};
 use crate::verbs::{Answer, MOST_REGISTERED_BYTES, PairError};
@@ -35,11 +36,13 @@ pub(crate) struct Desk {
     pub(crate) max_data_connections: usize,
 }
 
-/// Serves the client until it goes, or must go.
+/// Serves the client until it goes, or must go. It keeps its place among the callers for as long as it
+/// has no session.
 pub(crate) fn serve(
     desk: &Desk,
     mut channel: Channel,
     socket: &Arc<TcpStream>,
+    place: Place<ClientName>,
     name: &ClientName,
     hello_by: Instant,
 ) -> Result<(), ChannelError> {
@@ -74,6 +77,7 @@ pub(crate) fn serve(
     };
     match desk.ledger.admit(&caller) {
         Ok(hold) => {
+            drop(place);
             if let Some(slabs) = hold.superseded_slabs {
                 desk.metrics.superseded_sessions.inc();
                 tracing::warn!(%holder, client = %name, slabs, "a new backend takes the place of one that is gone: its slabs are freed");

@@ -1,13 +1,14 @@
 //! Where connections are met: found out what they are, and served by a thread each.
 
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use outram_wire::identity::{Change, Identity, IdentityStatus};
+use outram_wire::server::ClientName;
 use outram_wire::server::TLS_FIRST_BYTE;
 use outram_wire::server::channel::{Channel, ChannelError, prepare_socket};
 use outram_wire::server::data::{self, Admission};
@@ -32,9 +33,13 @@ const MOST_OF_A_DISK: usize = 8;
 /// What every connection's thread shares.
 pub(crate) struct Hall {
     pub(crate) desk: Desk,
-    pub(crate) lobby: Lobby,
+    /// Connections that have not shown who they are.
+    pub(crate) lobby: Lobby<IpAddr>,
+    /// Control connections with a certificate and without a session: on their way to one, or observers.
+    callers: Lobby<ClientName>,
     pub(crate) config: Config,
     identity: RwLock<Arc<Identity<ServerConfig>>>,
+    /// Control connections that are known by their certificates.
     controls: AtomicUsize,
     threads: Mutex<usize>,
     thread_ended: Condvar,
@@ -48,6 +53,8 @@ impl Hall {
         Self {
             desk,
             lobby: Lobby::new(config.max_strangers),
+            // All guests and disks may come at once, after a failure of the network.
+            callers: Lobby::new(2 * config.max_guests + config.max_strangers),
             config,
             identity: RwLock::new(Arc::new(identity)),
             controls: AtomicUsize::new(0),
@@ -114,7 +121,7 @@ impl Hall {
     }
 
     /// Finds out what a connection is, and serves it.
-    fn meet(&self, socket: &Arc<TcpStream>, from: SocketAddr, place: Place) {
+    fn meet(&self, socket: &Arc<TcpStream>, from: SocketAddr, place: Place<IpAddr>) {
         let deadline = Instant::now() + self.config.handshake_timeout;
         let mut first = [0];
         let peeked = socket
@@ -138,7 +145,7 @@ impl Hall {
         &self,
         socket: &Arc<TcpStream>,
         from: SocketAddr,
-        place: Place,
+        place: Place<IpAddr>,
         deadline: Instant,
     ) {
         let identity = match self.identity().current() {
@@ -154,14 +161,13 @@ impl Hall {
             Err(error) => return self.turn_away(from, Stranger::Certificate, &Words(&error)),
         };
         drop(place);
-        // Guests and as many disks, each with a former connection that is on its way out.
-        let most = 4 * self.config.max_guests + self.config.max_strangers;
-        let _seat = match Seat::take(&self.controls, most) {
-            Some(seat) => seat,
-            None => return self.turn_away(from, Stranger::Limit, &"too many control connections"),
-        };
+        let _busy = Counted::one_of(&self.controls);
+        let (caller, crowded) = self.callers.enter(name.clone(), socket.clone());
+        if crowded {
+            self.desk.metrics.count_stranger(Stranger::Limit);
+        }
         let _counted = self.desk.metrics.connected(Connection::Control);
-        match control::serve(&self.desk, channel, socket, &name, deadline) {
+        match control::serve(&self.desk, channel, socket, caller, &name, deadline) {
             Ok(()) => {}
             Err(error) if control::is_breach(&error) => {
                 self.desk.metrics.count_bad_frame(Connection::Control);
@@ -177,7 +183,7 @@ impl Hall {
         &self,
         socket: &Arc<TcpStream>,
         from: SocketAddr,
-        place: Place,
+        place: Place<IpAddr>,
         deadline: Instant,
     ) {
         let hello = match read_hello(socket, deadline) {
@@ -272,17 +278,17 @@ impl Drop for Busy {
     }
 }
 
-/// One of the control connections that may stand at a time.
-struct Seat<'a>(&'a AtomicUsize);
+/// One more for as long as it lives.
+struct Counted<'a>(&'a AtomicUsize);
 
-impl<'a> Seat<'a> {
-    fn take(taken: &'a AtomicUsize, most: usize) -> Option<Self> {
-        let seat = Seat(taken);
-        (taken.fetch_add(1, Ordering::AcqRel) < most).then_some(seat)
+impl<'a> Counted<'a> {
+    fn one_of(number: &'a AtomicUsize) -> Self {
+        number.fetch_add(1, Ordering::AcqRel);
+        Self(number)
     }
 }
 
-impl Drop for Seat<'_> {
+impl Drop for Counted<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }

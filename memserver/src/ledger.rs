@@ -210,7 +210,7 @@ impl Ledger {
     /// Leases one more slab out of the client's reservation.
     pub(crate) fn lease(&self, hold: &Hold) -> Result<SlabId, Refusal> {
         let mut books = self.books();
-        let memory_bytes = books.memory_bytes;
+        let free_bytes = self.free_to_lend(&books, hold.session.holder);
         let slab_bytes = self.terms.slab_bytes;
         let account = account_of(&mut books, hold)?;
         // Released slabs count for as long as a request in work uses them.
@@ -223,12 +223,10 @@ impl Ledger {
         if leased / slab_bytes >= MAX_SLABS {
             return Err(too_many_slabs());
         }
-        // What may be lent can have been lowered since the reservation.
-        let lent = self.lent_bytes.load(Ordering::Acquire);
-        if lent + slab_bytes > memory_bytes {
+        if slab_bytes > free_bytes {
             return Err(Refusal::ServerFull {
                 asked_bytes: slab_bytes,
-                free_bytes: memory_bytes.saturating_sub(lent),
+                free_bytes,
             });
         }
         let counts = Counts {
@@ -342,15 +340,8 @@ impl Ledger {
     /// Gives up RDMA devices that are to be removed. Their clients connect anew, and are offered what
     /// there is then; returns whose sessions these are.
     pub(crate) fn withdraw_verbs(&self) -> Vec<Holder> {
-        let books = self.books();
-        let sessions: Vec<Arc<Session>> = books
-            .accounts
-            .values()
-            .map(|account| account.session.clone())
-            .collect();
-        drop(books);
         let mut withdrawn = Vec::new();
-        for session in sessions {
+        for session in self.sessions() {
             if !session.withdraw_verbs() {
                 continue;
             }
@@ -375,33 +366,54 @@ impl Ledger {
         if self.spare.bytes() == 0 {
             return;
         }
-        let books = self.books();
-        let mut accounts = books.accounts.values();
-        let is_of_use = accounts.any(|account| account.session.has_verbs());
-        drop(books);
+        let is_of_use = self.sessions().iter().any(|session| session.has_verbs());
         if !is_of_use || !self.may_lend_another() {
             self.spare.drop_slab();
         }
     }
 
-    fn may_lend_another(&self) -> bool {
-        let memory_bytes = self.books().memory_bytes;
-        let lent = self.lent_bytes.load(Ordering::Acquire);
-        lent + self.terms.slab_bytes <= memory_bytes
+    /// All sessions. Their own locks may be held for longer than that of the books is to be waited for.
+    fn sessions(&self) -> Vec<Arc<Session>> {
+        let books = self.books();
+        let accounts = books.accounts.values();
+        accounts.map(|account| account.session.clone()).collect()
     }
 
-    /// Changes what may be lent, and asks clients for slabs back where more is leased; returns how
-    /// many were asked for.
+    fn may_lend_another(&self) -> bool {
+        let books = self.books();
+        let lent = self.lent_bytes.load(Ordering::Acquire);
+        lent + books.held_back_bytes() + self.terms.slab_bytes <= books.memory_bytes
+    }
+
+    /// What could be leased at once, where its reservation allows. What may be lent can have been lowered since
+    /// that was made: it is the guests who then have to do with less, and give slabs back. A disk has nowhere else
+    /// to write to, and what was set aside for it stays so.
+    fn free_to_lend(&self, books: &Books, holder: Holder) -> u64 {
+        if holder.is_disk() {
+            return u64::MAX;
+        }
+        let taken = self.lent_bytes.load(Ordering::Acquire) + books.held_back_bytes();
+        books.memory_bytes.saturating_sub(taken)
+    }
+
+    /// Changes what may be lent, and asks clients for slabs back where more is leased, or is held back for disks;
+    /// returns how many were asked for. Of those that were asked for before and are needed no more, none is asked
+    /// for again; a client that has begun to empty them may lease others.
     pub(crate) fn set_memory(&self, memory_bytes: u64) -> u64 {
         let slab_bytes = self.terms.slab_bytes;
         let mut books = self.books();
         books.memory_bytes = memory_bytes;
-        let leased = books.leased_slabs() * slab_bytes;
-        let asked = books.accounts.values().map(|a| a.vacating.len() as u64);
-        let asked = asked.sum::<u64>() * slab_bytes;
-        let excess = leased.saturating_sub(asked).saturating_sub(memory_bytes);
+        let taken = books.leased_slabs() * slab_bytes + books.held_back_bytes();
+        let needed = taken.saturating_sub(memory_bytes).div_ceil(slab_bytes);
+        let asked: u64 = books.accounts.values().map(Account::asked_back).sum();
+        let mut too_many = asked.saturating_sub(needed);
+        for account in books.accounts.values_mut() {
+            while too_many > 0 && account.vacating.pop_first().is_some() {
+                too_many -= 1;
+            }
+        }
         let mut posted = 0;
-        for _ in 0..excess.div_ceil(slab_bytes) {
+        for _ in asked..needed {
             // Whoever holds most gives first, its newest slab. A disk gives none: its contents have
             // no other place, and a parked one has nobody to ask.
             let most = |account: &&mut Account| account.session.slab_count() - account.asked_back();
@@ -490,21 +502,31 @@ impl Ledger {
                 .values()
                 .filter(|account| show(account.name()))
         };
-        let clients = shown().filter_map(|account| account.client_stats(slab_bytes));
-        let mut clients: Vec<ClientStats> = clients.collect();
-        clients.sort_by_key(|client| client.vm);
+        let clients = shown().filter_map(|account| {
+            let stats = account.client_stats(slab_bytes)?;
+            Some((stats, account.session.clone()))
+        });
+        let clients: Vec<(ClientStats, Arc<Session>)> = clients.collect();
         let disks = shown().filter_map(|account| account.disk_stats(slab_bytes));
         let mut disks: Vec<DiskStats> = disks.collect();
         disks.sort_by_key(|disk| disk.disk);
-        ServerStats {
+        let mut stats = ServerStats {
             instance: self.instance,
             memory_bytes: books.memory_bytes,
             reserved_bytes: books.reserved_bytes(),
             leased_bytes: self.lent_bytes.load(Ordering::Acquire),
             slab_bytes: self.terms.slab_bytes,
-            clients,
+            clients: Vec::new(),
             disks,
-        }
+        };
+        drop(books);
+        let clients = clients.into_iter().map(|(stats, session)| ClientStats {
+            data_connections: session.data_connections() as u64,
+            ..stats
+        });
+        stats.clients = clients.collect();
+        stats.clients.sort_by_key(|client| client.vm);
+        stats
     }
 
     fn slab_bytes(&self) -> usize {
@@ -517,6 +539,16 @@ impl Books {
     fn reserved_bytes(&self) -> u64 {
         let accounts = self.accounts.values();
         accounts.map(|account| account.reserved_bytes).sum()
+    }
+
+    /// What is set aside for disks and not leased yet.
+    fn held_back_bytes(&self) -> u64 {
+        let disks = self.accounts.values().filter(|own| own.disk.is_some());
+        let unleased = |own: &Account| {
+            own.reserved_bytes
+                .saturating_sub(own.session.mapped_bytes())
+        };
+        disks.map(unleased).sum()
     }
 
     fn leased_slabs(&self) -> u64 {
@@ -549,6 +581,7 @@ impl Account {
         claimant.unwrap_or(&self.session.name)
     }
 
+    /// All but its data connections, whose locks may be held for long.
     fn client_stats(&self, slab_bytes: u64) -> Option<ClientStats> {
         let Holder::Guest(vm, _) = self.session.holder else {
             return None;
@@ -561,7 +594,7 @@ impl Account {
             slabs,
             leased_bytes: slabs * slab_bytes,
             reserved_bytes: self.reserved_bytes,
-            data_connections: self.session.data_connections() as u64,
+            data_connections: 0,
         })
     }
 }

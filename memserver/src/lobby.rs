@@ -1,78 +1,83 @@
-//! Connections that have not yet shown who they are: few, and not for long.
+//! Connections that hold nothing yet: few, and none keeps others out.
 //!
-//! Where the lobby is full, a newcomer takes the place of the oldest connection of the address that
-//! has most of them: so a crowd from one machine does not keep others out.
+//! Where the lobby is full, a newcomer takes the place of the oldest connection of whoever has most of
+//! them: an address before it is known who is there, a certificate after that.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::{IpAddr, Shutdown, TcpStream};
+use std::hash::Hash;
+use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The lobby; cloning shares it.
+/// The lobby of connections from each `Who`; cloning shares it.
 #[derive(Clone)]
-pub(crate) struct Lobby {
+pub(crate) struct Lobby<Who> {
     limit: usize,
-    waiting: Arc<Mutex<Waiting>>,
+    waiting: Arc<Mutex<Waiting<Who>>>,
 }
 
-#[derive(Default)]
-struct Waiting {
+struct Waiting<Who> {
     next: u64,
     /// Oldest first.
-    places: VecDeque<(u64, IpAddr, Arc<TcpStream>)>,
+    places: VecDeque<(u64, Who, Arc<TcpStream>)>,
 }
 
 /// A place in the lobby; leaving is dropping it.
-pub(crate) struct Place {
-    lobby: Lobby,
+pub(crate) struct Place<Who> {
+    waiting: Arc<Mutex<Waiting<Who>>>,
     id: u64,
 }
 
-impl Lobby {
+impl<Who: Eq + Hash> Lobby<Who> {
     pub(crate) fn new(limit: usize) -> Self {
+        let waiting = Waiting {
+            next: 0,
+            places: VecDeque::new(),
+        };
         Self {
             limit,
-            waiting: Arc::default(),
+            waiting: Arc::new(Mutex::new(waiting)),
         }
     }
 
     /// Takes a newcomer in; true if another had to make room.
-    pub(crate) fn enter(&self, address: IpAddr, socket: Arc<TcpStream>) -> (Place, bool) {
-        let mut waiting = self.waiting();
+    pub(crate) fn enter(&self, from: Who, socket: Arc<TcpStream>) -> (Place<Who>, bool) {
+        let mut waiting = lock(&self.waiting);
         let crowded = waiting.places.len() >= self.limit;
         if crowded {
             waiting.evict();
         }
         let id = waiting.next;
         waiting.next += 1;
-        waiting.places.push_back((id, address, socket));
-        let lobby = self.clone();
-        (Place { lobby, id }, crowded)
+        waiting.places.push_back((id, from, socket));
+        let waiting = self.waiting.clone();
+        (Place { waiting, id }, crowded)
     }
 
     /// Ends everyone's waiting.
     pub(crate) fn clear(&self) {
-        for (_, _, socket) in self.waiting().places.drain(..) {
+        for (_, _, socket) in lock(&self.waiting).places.drain(..) {
             // It may have ended by itself.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
-
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-impl Waiting {
+fn lock<Who>(waiting: &Mutex<Waiting<Who>>) -> MutexGuard<'_, Waiting<Who>> {
+    // A change under the lock completes or does not begin.
+    waiting.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<Who: Eq + Hash> Waiting<Who> {
     fn evict(&mut self) {
-        let mut crowds: HashMap<IpAddr, usize> = HashMap::new();
-        for (_, address, _) in &self.places {
-            *crowds.entry(*address).or_default() += 1;
+        let mut crowds: HashMap<&Who, usize> = HashMap::new();
+        for (_, from, _) in &self.places {
+            *crowds.entry(from).or_default() += 1;
         }
         let largest = crowds.values().copied().max();
         let oldest = self
             .places
             .iter()
-            .position(|(_, address, _)| crowds.get(address).copied() == largest);
+            .position(|(_, from, _)| crowds.get(from).copied() == largest);
         if let Some((_, _, socket)) = oldest.and_then(|place| self.places.remove(place)) {
             // Its thread notices, and leaves a lobby that it is in no more.
             let _ = socket.shutdown(Shutdown::Both);
@@ -80,9 +85,9 @@ impl Waiting {
     }
 }
 
-impl Drop for Place {
+impl<Who> Drop for Place<Who> {
     fn drop(&mut self) {
-        let mut waiting = self.lobby.waiting();
+        let mut waiting = lock(&self.waiting);
         waiting.places.retain(|(id, _, _)| *id != self.id);
     }
 }
@@ -107,7 +112,7 @@ mod tests {
 
     #[test]
     fn a_crowd_from_one_address_makes_room_for_others() {
-        let lobby = Lobby::new(3);
+        let lobby: Lobby<std::net::IpAddr> = Lobby::new(3);
         let addresses = ["192.0.2.1", "192.0.2.2", "192.0.2.2", "192.0.2.3"];
         let mut sockets: Vec<_> = addresses.iter().map(|_| pair()).collect();
         let places: Vec<_> = addresses
@@ -124,6 +129,6 @@ mod tests {
             .collect();
         assert_eq!(ended, [false, true, false, false]);
         drop(places);
-        assert!(lobby.waiting().places.is_empty());
+        assert!(lock(&lobby.waiting).places.is_empty());
     }
 }

@@ -251,3 +251,42 @@ fn a_server_short_of_memory_asks_guests_for_slabs_and_never_a_disk() {
     assert_eq!(user.ask(Request::Renew), Reply::Done);
     assert!(user.unasked.is_empty(), "{:?}", user.unasked);
 }
+
+#[test]
+fn what_is_set_aside_for_a_disk_stays_so_where_less_may_be_lent() {
+    let pki = Pki::new();
+    let server = server(&pki, 6, |_| {});
+    let at = server.local_addr();
+    let mut user = open(at, &pki.client, 1, Opening::Create(SHAPE)).expect("created");
+    let bytes = 3 * SLAB;
+    assert_eq!(
+        user.ask(Request::Reserve { bytes }),
+        Reply::Reserved { bytes }
+    );
+    user.lease();
+    let mut guest = Client::with_slabs(&server, &pki, 1, 3);
+    let slabs = [guest.lease(), guest.lease()];
+    // Of what is lent all would fit, but not with what the disk may write yet.
+    assert_eq!(server.set_memory(4 * SLAB), 1);
+    let full = Refusal::ServerFull {
+        asked_bytes: SLAB,
+        free_bytes: 0,
+    };
+    assert_eq!(guest.ask(Request::Lease), Reply::Refused(full));
+    // Even where nothing may be lent to anybody.
+    assert_eq!(server.set_memory(0), 1);
+    user.lease();
+    user.lease();
+    assert!(matches!(
+        user.ask(Request::Lease),
+        Reply::Refused(Refusal::ReservationExhausted { .. })
+    ));
+    // Where all may be lent again, nobody is asked any more, and what was given back meanwhile can be leased.
+    assert_eq!(server.set_memory(6 * SLAB), 0);
+    guest.release(slabs[1]);
+    guest.lease();
+    guest.lease();
+    let mut guest = Client::connect(at, &pki.client, vm(1), 1).expect("resumed");
+    assert_eq!(guest.ask(Request::Renew), Reply::Done);
+    assert!(guest.unasked.is_empty(), "{:?}", guest.unasked);
+}

@@ -10,7 +10,7 @@ use outram_wire::server::channel::{Channel, ChannelError};
 use outram_wire::server::control::MAX_CLIENT_FRAME_BYTES;
 use outram_wire::server::data::{self, MAX_EXTENTS, Op, encode_request};
 use outram_wire::server::{
-    ClientMessage, Extent, Refusal, Reply, Request, ServerMessage, SlabId, Token,
+    ClientMessage, Extent, Purpose, Refusal, Reply, Request, ServerMessage, SlabId, Token,
 };
 use outram_wire::tls::{self, Kind};
 use rustls::pki_types::ServerName;
@@ -471,4 +471,23 @@ fn data_connections_and_guests_are_bounded() {
         matches!(third, Some(Refusal::TooMany { limit: 2, .. })),
         "{third:?}"
     );
+}
+
+#[test]
+fn one_certificates_connections_keep_no_other_out() {
+    let mut house = House::new(|config| {
+        config.max_guests = 2;
+        config.max_strangers = 4;
+    });
+    let address = house.address();
+    let greedy = house.pki.issue(Kind::Client, "greedy");
+    let observe = |_| Client::for_purpose(address, &greedy, Purpose::Observe).expect("admitted");
+    let mut observers: Vec<Client> = (0..20).map(observe).collect();
+    house.stands();
+    let mut second = Client::connect(address, &house.pki.client, vm(2), 2).expect("in");
+    assert_eq!(second.ask(Request::Renew), Reply::Done);
+    // Its own oldest made room for its newest.
+    assert!(house.strangers("limit") > 0);
+    assert!(observers[0].try_ask(Request::Stats).is_err());
+    assert!(observers[19].try_ask(Request::Stats).is_ok());
 }
