@@ -35,6 +35,15 @@ run_lanes() {
   return "$status"
 }
 
+# Which tests failed, and the first lines of what each said, for the closing lines may be all that is kept.
+tell_failures() { # logs
+  grep -hE '\.\.\. FAILED' "$@" | sed 's/^/  /'
+  awk '
+    /^failures:$/ || /^test result: / || /^stack backtrace:$/ { tells = 0 }
+    /^---- .* ----$/ { tells = 1; lines = 0 }
+    tells && NF && lines++ < 12 { print "    " substr($0, 1, 600) }' "$@"
+}
+
 # In a function, so that bash has read all of it before it starts: the file may change meanwhile.
 run_all() {
   tests/scripts/prepare.sh || give_up "FAILED: what the tests need could not be installed"
@@ -72,7 +81,7 @@ run_all() {
   if [ "$status" != 0 ] && [ "$failed" = 0 ]; then failed=1; fi
   if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -hE '^SKIPPED|\.\.\. ignored' "$log" "$e2e_log" "$lab_log" | sed 's/^/  /'; fi
   if grep -q '^ONCE MORE: ' "$lab_log"; then echo; echo "run once more, for the lab guest failed by itself:"; grep -h '^ONCE MORE: ' "$lab_log" | sed 's/^ONCE MORE: /  /'; fi
-  if [ "$failed" != 0 ]; then echo; echo "failed:"; grep -hE '\.\.\. FAILED' "$log" "$e2e_log" "$lab_log" | sed 's/^/  /'; fi
+  if [ "$failed" != 0 ]; then echo; echo "failed:"; tell_failures "$log" "$e2e_log" "$lab_log"; fi
   echo "$passed passed, $failed failed, $skipped skipped" | tee target/test-summary
   [ "$failed" = 0 ]
 }
