@@ -163,7 +163,11 @@ impl CompressedPool {
         let mut contents = self.contents();
         self.most.store(most, Ordering::Relaxed);
         let given_back = contents.shrink(most as usize);
-        budget.release(given_back as u64 * self.chunk_cost());
+        // To unmap much takes long: faults look here meanwhile.
+        drop(contents);
+        let pages = given_back.len() as u64 * self.chunk_cost();
+        drop(given_back);
+        budget.release(pages);
     }
 
     /// Pages of memory that it takes, as they are counted.
@@ -336,10 +340,10 @@ impl Contents {
         }
     }
 
-    /// Gives all chunks back but so many, with what lies in them. How many.
-    fn shrink(&mut self, most: usize) -> usize {
+    /// Takes all chunks out but so many, with what lies in them.
+    fn shrink(&mut self, most: usize) -> Vec<MmapRegion> {
         let Some(chunk) = self.chunks.get(most) else {
-            return 0;
+            return Vec::new();
         };
         let end = (most * blocks_of(chunk)) as u32;
         let Self { index, free, .. } = self;
@@ -353,7 +357,7 @@ impl Contents {
         free.retain(|block| *block < end);
         self.owners.truncate(end as usize);
         self.forget_arrivals();
-        self.chunks.drain(most..).count()
+        self.chunks.split_off(most)
     }
 
     /// Whether the page is here; it counts as having come now.

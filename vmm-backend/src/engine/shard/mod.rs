@@ -535,6 +535,7 @@ impl<P: Ports> Shard<P> {
             State::Lost => self.lose(page, pending),
             // A store to a page that was evicted meanwhile: it has to fault again to be answered.
             _ if pending.pins.is_empty() && pending.fault.is_some_and(|fault| fault.protected) => {
+                self.end_wait(&pending);
                 self.ports.wake(PageRun::single(page));
             }
             _ if !self.shared.budget.acquire(1) => {
@@ -607,7 +608,7 @@ impl<P: Ports> Shard<P> {
             crash_points::pass(Point::UnprotectMarked);
             match self.ports.unprotect(page) {
                 Install::Again | Install::PoolEmpty => return self.retry_later(page, pending),
-                Install::Gone => return self.refuse_pins_of(&pending, PinRefused::Unplugged),
+                Install::Gone => return self.let_go(&pending),
                 Install::Done | Install::Exists => crash_points::pass(Point::Unprotected),
             }
             self.complete(page, FaultKind::Protected, pending);
@@ -620,6 +621,15 @@ impl<P: Ports> Shard<P> {
             }
             self.complete_pins(page, &pending);
         }
+    }
+
+    /// The mapping is gone. Whoever faulted is woken when it is known what became of it: before that it would
+    /// find the zeros of one that nobody watches.
+    fn let_go(&mut self, pending: &Pending) {
+        if pending.fault.is_some() {
+            self.end_wait(pending);
+        }
+        self.refuse_pins_of(pending, PinRefused::Unplugged);
     }
 
     /// Notes how long a fault has waited that waits no longer.
@@ -672,10 +682,8 @@ impl<P: Ports> Shard<P> {
                 self.wait_for_pool(page, pending);
             }
             Install::Gone => {
-                // Whoever faulted is woken when it is known what became of the mapping: before
-                // that it would find the zeros of one that nobody watches.
                 self.shared.budget.cancel(1);
-                self.refuse_pins_of(&pending, PinRefused::Unplugged);
+                self.let_go(&pending);
             }
         }
     }
@@ -907,8 +915,7 @@ impl<P: Ports> Shard<P> {
                 self.end_wait(&pending);
             }
             Install::Again | Install::PoolEmpty => self.retry_later(page, pending),
-            // Whoever faulted is woken when it is known what became of the mapping.
-            Install::Gone => {}
+            Install::Gone => self.let_go(&pending),
         }
     }
 

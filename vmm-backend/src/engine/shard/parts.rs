@@ -144,7 +144,7 @@ impl<P: Ports> Shard<P> {
         self.removed_while_busy.remove(&page);
         self.clear(page, entry, entry.into_absent());
         if let Some(pending) = self.end_waiting(page) {
-            self.refuse_pins_of(&pending, PinRefused::Unplugged);
+            self.let_go(&pending);
         }
     }
 }

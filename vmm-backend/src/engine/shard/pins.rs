@@ -45,8 +45,12 @@ impl<P: Ports> Shard<P> {
                 pending.pins.push(id);
                 continue;
             }
-            let waiting = self.pending.remove(&page).and_then(|pending| pending.fault);
-            let mut pending = Pending::new(waiting, self.ports.now_us());
+            // Of a lost page the guest may have waited for long.
+            let now_us = self.ports.now_us();
+            let mut pending = match self.pending.remove(&page) {
+                Some(lost) if lost.fault.is_some() => lost,
+                _ => Pending::new(None, now_us),
+            };
             pending.pins.push(id);
             self.resolve(page, pending);
         }

@@ -156,9 +156,11 @@ fn whoever_waits_for_unplugged_memory_is_let_go() {
     bench.fault(1, READ);
     bench.shard.on_pin(PinId(1), &[run(1, 2)], false);
     assert_eq!(bench.shard.waiting().faults, 1);
+    bench.world().clock_us = 50;
     bench.shard.unplug(all());
     assert!(bench.world().has_woken(1));
-    assert_eq!(bench.shard.waiting().faults, 0);
+    let waiting = bench.shard.waiting();
+    assert_eq!((waiting.faults, waiting.waited_us), (0, 50));
     assert_eq!(bench.world().pins, [(PinId(1), Err(PinRefused::Unplugged))]);
     // The server's answer comes late.
     bench.answer(10);

@@ -87,9 +87,12 @@ fn a_pin_on_a_lost_page_is_refused_at_once() {
     let lost = bench.lose_slab();
     bench.shard.on_groups_lost(&lost);
     bench.fault(7, READ);
+    bench.world().clock_us = 50;
     bench.shard.on_pin(PIN, &[run(7, 2)], false);
     assert_eq!(bench.world().pins, [(PIN, Err(PinRefused::Lost))]);
-    assert_eq!(bench.shard.waiting().for_lost, 1, "the guest still waits");
+    let waiting = bench.shard.waiting();
+    assert_eq!(waiting.for_lost, 1, "the guest still waits");
+    assert_eq!(waiting.waited_us, 50, "and has for that long");
 }
 
 #[test]
