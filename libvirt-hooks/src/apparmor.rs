@@ -85,8 +85,8 @@ impl DaemonProfile {
 
     /// The site's additions as they are, and as they are to be for the daemon to start the hook
     /// `program`; `None` where the hook is gone.
-    pub fn additions(&self, program: Option<&Path>) -> (String, String) {
-        let found = read(&self.site);
+    pub fn additions(&self, program: Option<&Path>) -> io::Result<(String, String)> {
+        let found = site_text(&self.site)?;
         let others = found.lines().filter(|line| !line.ends_with(OUR_MARK));
         let ours = program.and_then(rule_to_start);
         let wanted = others
@@ -94,7 +94,7 @@ impl DaemonProfile {
             .chain(ours)
             .map(|line| line + "\n")
             .collect();
-        (found, wanted)
+        Ok((found, wanted))
     }
 }
 
@@ -158,6 +158,15 @@ impl AppArmor {
     }
 }
 
+/// A file of the site's, to be written again with what others have in it: empty only where there is none.
+pub fn site_text(path: &Path) -> io::Result<String> {
+    match fs::read_to_string(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        read => read,
+    }
+}
+
+/// What a file says, to be looked at: nothing where it cannot be read.
 fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
@@ -324,12 +333,15 @@ mod tests {
         fs::write(&daemon.site, "/srv/mine r,").expect("written");
         let ours = Path::new("/usr/bin/outram-libvirt-hook");
         assert_eq!(found.keeps_from(ours), None);
-        assert_eq!(daemon.additions(Some(ours)).1, "/srv/mine r,\n");
+        assert_eq!(
+            daemon.additions(Some(ours)).expect("readable").1,
+            "/srv/mine r,\n"
+        );
 
         let elsewhere = Path::new("/opt/a{b/outram-libvirt-hook");
         assert!(found.keeps_from(elsewhere).is_some());
         for _ in 0..2 {
-            let (_, wanted) = daemon.additions(Some(elsewhere));
+            let (_, wanted) = daemon.additions(Some(elsewhere)).expect("readable");
             assert_eq!(
                 wanted,
                 "/srv/mine r,\n\"/opt/a\\{b/outram-libvirt-hook\" PUx, # by 'outram setup'\n"
@@ -337,7 +349,10 @@ mod tests {
             fs::write(&daemon.site, wanted).expect("written");
         }
         assert_eq!(found.keeps_from(elsewhere), None);
-        assert_eq!(daemon.additions(None).1, "/srv/mine r,\n");
+        assert_eq!(
+            daemon.additions(None).expect("readable").1,
+            "/srv/mine r,\n"
+        );
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -90,6 +90,20 @@ impl fmt::Display for BackendUnit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name)
     }
+}
+
+/// The program that every backend's unit starts; none where systemd has no such unit.
+pub fn program() -> Option<PathBuf> {
+    let any = UNIT_FILE.replace('@', "@any");
+    let output = systemctl(&["show", "--property", "ExecStart", &any]).ok()?;
+    program_in(&String::from_utf8_lossy(&output.stdout))
+}
+
+/// As `systemctl show` writes it.
+fn program_in(shown: &str) -> Option<PathBuf> {
+    let (_, command) = shown.split_once("ExecStart={ path=")?;
+    let (path, _) = command.split_once(" ;")?;
+    Some(path.into())
 }
 
 /// How much memory a backend may lock, by its unit.
@@ -179,5 +193,17 @@ mod tests {
         let absent = "LimitMEMLOCK=8388608\nLoadState=not-found\nCapabilityBoundingSet=\n";
         assert_eq!(memory_limit_in(absent), None);
         assert_eq!(memory_limit_in(""), None);
+    }
+
+    #[test]
+    fn the_units_program_is_read_as_systemd_shows_it() {
+        let shown = "ExecStart={ path=/usr/local/bin/outram-backend ; argv[]=/usr/local/bin/outram-backend launch /run/outram/any/arguments ; ignore_errors=no }\n";
+        let program = program_in(shown);
+        assert_eq!(
+            program.as_deref(),
+            Some(Path::new("/usr/local/bin/outram-backend"))
+        );
+        assert_eq!(program_in("ExecStart=\n"), None);
+        assert_eq!(program_in(""), None);
     }
 }

@@ -98,7 +98,7 @@ pub fn run(arguments: &[String]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     match (operation, sub_operation) {
-        ("prepare", "begin") => match catch_unwind(|| prepare(&xml, &paths)) {
+        ("prepare", "begin") => match catch_unwind(|| prepare_start(&xml, &paths)) {
             Ok(Ok(())) => ExitCode::SUCCESS,
             Ok(Err(error)) => {
                 say(&format!("Outram: {}", with_causes(&error)));
@@ -166,6 +166,19 @@ pub fn note_arrival(xml: &[u8], paths: &Paths, incoming: Incoming) -> io::Result
         (Ok(Some(_)), Ok(vm)) => arrival::note(&paths.run, vm, incoming, Caller::of_this_process()),
         _ => Ok(()),
     }
+}
+
+/// [`prepare`], for a domain that is being started: where that is refused, word of it is left for 'outram
+/// status'. libvirt tells whoever starts a domain, and nobody where that is itself, as the host boots.
+pub fn prepare_start(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
+    prepare(xml, paths).inspect_err(|error| {
+        let Ok(domain) = DomainXml::parse(&String::from_utf8_lossy(xml)) else {
+            return;
+        };
+        if let (Ok(vm), Ok(name)) = (domain.vm_id(), domain.name()) {
+            launch::note_refusal(&paths.run, vm, &name, &with_causes(error));
+        }
+    })
 }
 
 /// Starts the backend of a domain that uses Outram.

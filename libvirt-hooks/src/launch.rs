@@ -246,24 +246,31 @@ impl Launch {
             BackendUnit::of(self.vm).wait_for_end();
         }
         self.prepare_run_dir(&run_dir)?;
-        let mut started = start_program(&self.backend, &run_dir, self.systemd)?;
-        let outcome = wait_until_ready(&run_dir, &mut started);
-        if let Err(error) = &outcome {
+        let (started, outcome) = match start_program(&self.backend, &run_dir, self.systemd) {
+            Ok(mut started) => {
+                let outcome = wait_until_ready(&run_dir, &mut started);
+                (Some(started), outcome)
+            }
+            // Of what ended before it was started, systemd says no more than that.
+            Err(error @ LaunchError::Systemd { .. }) => {
+                let reason = reason(&run_dir).map(LaunchError::Refused);
+                (None, Err(reason.unwrap_or(error)))
+            }
+            Err(error) => (None, Err(error)),
+        };
+        if outcome.is_err() {
             // Without its arguments it is not started again either.
             let _ = fs::remove_file(run_dir.join(ARGUMENTS_FILE));
-            started.end();
-            // Best effort, for 'outram status': the same text reaches the user by our caller.
-            let _ = fs::write(run_dir.join(ERROR_FILE), format!("{error}\n"));
+            let _ = fs::remove_file(self.disk_key_file());
+            if let Some(mut started) = started {
+                started.end();
+            }
         }
         outcome
     }
 
     fn prepare_run_dir(&self, run_dir: &Path) -> Result<(), LaunchError> {
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o711)
-            .create(run_dir)
-            .map_err(|source| file_error("create", run_dir, source))?;
+        make_run_dir(run_dir)?;
         for stale in ["vhost.sock", "control.sock", ERROR_FILE, LOG_FILE] {
             remove_if_there(&run_dir.join(stale))?;
         }
@@ -391,6 +398,28 @@ impl Started {
             Self::Unit(_) => Duration::from_millis(300),
         }
     }
+}
+
+/// Leaves word of a start that was refused, for 'outram status', unless something of the guest's is at work
+/// there. Best effort: the same text reaches whoever started it.
+pub fn note_refusal(run: &Path, vm: VmId, name: &str, text: &str) {
+    let run_dir = run.join(vm.to_string());
+    let is_free = || {
+        let status = BackendControl::of(&run_dir).status();
+        matches!(status, Err(ControlError::NotRunning(_))) && !is_supervised(&run_dir)
+    };
+    let made = || make_run_dir(&run_dir).is_ok();
+    if is_free() && made() && fs::write(name_file(run, vm), name).is_ok() {
+        let _ = fs::write(run_dir.join(ERROR_FILE), format!("{text}\n"));
+    }
+}
+
+fn make_run_dir(run_dir: &Path) -> Result<(), LaunchError> {
+    let made = fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o711)
+        .create(run_dir);
+    made.map_err(|source| file_error("create", run_dir, source))
 }
 
 /// The reason that a backend left in its run directory.

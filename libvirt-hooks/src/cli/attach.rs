@@ -179,6 +179,11 @@ impl AttachArguments {
             self.attach_live(&found, &name, &request, paths)?;
         }
         let Some(edit) = config else { return Ok(true) };
+        // That may have taken long, and somebody else have changed the definition.
+        let edit = match affects.live && !self.dry_run {
+            true => self.edit(&found, &name, &request, paths)?,
+            false => edit,
+        };
         if self.dry_run || edit.changes.is_empty() {
             report(&name, &edit.changes, self.dry_run);
             return Ok(true);
@@ -186,6 +191,15 @@ impl AttachArguments {
         let defined = libvirt.define(&edit.edited.to_text()?)?;
         note_additions(&edit.before, &defined)?;
         report(&name, &edit.changes, false);
+        let disk_of = |domain| {
+            metadata::read(domain)
+                .ok()
+                .flatten()
+                .filter(|s| s.disk.is_some())
+        };
+        if let (Some(former), None) = (disk_of(&edit.before), disk_of(&edit.edited)) {
+            tell_of_disk(&former, found.vm_id()?);
+        }
         if found.is_active()? {
             say!("It takes effect when the domain is shut down and started again.");
         } else {
@@ -252,14 +266,7 @@ impl DetachArguments {
         let is_active = found.is_active()?;
         let affects = self.affect.of(&name, is_active)?;
         let config = match affects.config {
-            true => {
-                check_editable(&found, &name)?;
-                let mut edited = DomainXml::parse(&found.definition()?)?;
-                // With its settings goes the key to its disk: settings that are broken name none.
-                let settings = metadata::read(&edited).ok().flatten();
-                let changes = attachment::detach(&mut edited, &paths.run)?;
-                Some((edited, changes, settings))
-            }
+            true => Some(Self::edit(&found, &name, paths)?),
             false => None,
         };
         if affects.live {
@@ -270,45 +277,70 @@ impl DetachArguments {
             }
             report_live(&name, &changes, self.dry_run);
         }
-        let Some((edited, changes, settings)) = config else {
+        let Some(edit) = config else {
             return Ok(true);
         };
+        // That may have taken long, and somebody else have changed the definition.
+        let edit = match affects.live && !self.dry_run {
+            true => Self::edit(&found, &name, paths)?,
+            false => edit,
+        };
         if !self.dry_run {
-            if let Some(settings) = &settings {
-                self.leave_disk(settings, found.vm_id()?, paths)?;
+            // With its settings goes the key to its disk: settings that are broken name none.
+            if let Some(settings) = metadata::read(&edit.before).ok().flatten() {
+                self.leave_disk(&settings, found.vm_id()?, paths)?;
             }
-            libvirt.define(&edited.to_text()?)?;
+            libvirt.define(&edit.edited.to_text()?)?;
             if !is_active {
                 remove_run_dir(&found, paths)?;
             }
         }
-        report(&name, &changes, self.dry_run);
+        report(&name, &edit.changes, self.dry_run);
         Ok(true)
+    }
+
+    fn edit(found: &LibvirtDomain, name: &str, paths: &Paths) -> Result<Edit> {
+        check_editable(found, name)?;
+        let text = found.definition()?;
+        let mut edited = DomainXml::parse(&text)?;
+        let changes = attachment::detach(&mut edited, &paths.run)?;
+        Ok(Edit {
+            before: DomainXml::parse(&text)?,
+            edited,
+            changes,
+        })
     }
 
     /// Drops the disk, or says how it is dropped later.
     fn leave_disk(&self, settings: &MemorySettings, vm: VmId, paths: &Paths) -> Result<()> {
-        let Some(disk) = settings.disk else {
-            return Ok(());
-        };
-        let disk = disk.key.disk_of(vm);
-        if self.drop_disk {
-            return disk::drop_parked(settings, disk, paths).context(
-                "the domain is left as it is, for its far-memory disk could not be dropped",
-            );
+        match settings.disk {
+            Some(disk) if self.drop_disk => {
+                disk::drop_parked(settings, disk.key.disk_of(vm), paths).context(
+                    "the domain is left as it is, for its far-memory disk could not be dropped",
+                )
+            }
+            _ => {
+                tell_of_disk(settings, vm);
+                Ok(())
+            }
         }
-        // Its servers are no longer known by then, unless the host's settings name them.
-        let servers = settings.servers.iter();
-        let named: String = servers
-            .map(|server| format!(" --server {server}"))
-            .collect();
-        say!("Its far-memory disk may stay parked at its servers; to drop it:");
-        say!("  outram disk drop {disk}{named}");
-        Ok(())
     }
 }
 
-fn check_editable(domain: &LibvirtDomain, name: &str) -> Result<()> {
+/// Says how the disk of these settings, which are about to be gone, is dropped later.
+fn tell_of_disk(settings: &MemorySettings, vm: VmId) {
+    let Some(disk) = &settings.disk else { return };
+    let disk = disk.key.disk_of(vm);
+    // Its servers are no longer known by then, unless the host's settings name them.
+    let servers = settings.servers.iter();
+    let named: String = servers
+        .map(|server| format!(" --server {server}"))
+        .collect();
+    say!("Its far-memory disk may stay parked at its servers; to drop it:");
+    say!("  outram disk drop {disk}{named}");
+}
+
+pub(super) fn check_editable(domain: &LibvirtDomain, name: &str) -> Result<()> {
     if !domain.is_persistent()? {
         bail!(AttachRefusal::Transient(name.to_owned()));
     }

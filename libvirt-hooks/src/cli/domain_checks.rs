@@ -12,6 +12,7 @@ use outram_wire::server::ServerAddress;
 use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, PageSize, format_size};
 
+use super::attach::AttachRefusal;
 use super::doctor::Check;
 use super::host_checks;
 use super::live::{self, LiveRefusal};
@@ -88,13 +89,19 @@ impl Patient<'_> {
                 return Ok(vec![Check::fail(label, error.to_string(), cure)]);
             }
         };
+        let mut checks = Vec::new();
+        if self.found.has_managed_save()? {
+            let saved = AttachRefusal::Saved(self.name.to_owned());
+            checks.push(Check::warn(label, saved.to_string(), ""));
+        }
         let Some(settings) = settings else {
-            return self.would_attach(&domain);
+            return match checks.is_empty() {
+                true => self.would_attach(&domain),
+                false => Ok(checks),
+            };
         };
-        let mut checks = vec![Check::pass(
-            label,
-            format!("attached; limit: {}", settings.limit),
-        )];
+        let found = format!("attached; limit: {}", settings.limit);
+        checks.push(Check::pass(label, found));
         checks.extend(verdict(
             "devices",
             refusal::check(&domain, &self.paths.run)?,

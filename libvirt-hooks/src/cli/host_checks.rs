@@ -12,6 +12,7 @@ use rustls::ClientConfig;
 use super::doctor::{Check, Verdict, knows_hook};
 use super::setup::HOOK_NAME;
 use crate::apparmor::{self, AppArmor};
+use crate::backend_unit::{self, UNIT_FILE};
 use crate::daemons;
 use crate::host::{self, Paths, is_executable};
 use crate::observer::{Observer, ObserverError};
@@ -213,6 +214,15 @@ fn backend(paths: &Paths) -> Check {
         Ok(path) => path,
         Err(error) => return Check::fail(name, error.to_string(), ""),
     };
+    let started = backend_unit::program().filter(|_| paths.systemd);
+    if let Some(started) = started.filter(|started| !is_same_file(started, &path)) {
+        let found = format!(
+            "{UNIT_FILE} starts {}, not {}",
+            started.display(),
+            path.display()
+        );
+        return Check::fail(name, found, "outram setup");
+    }
     let output = Command::new(&path)
         .arg("--version")
         .stdin(Stdio::null())
@@ -232,6 +242,12 @@ fn backend(paths: &Paths) -> Check {
             Check::fail(name, found, "install Outram's programs anew")
         }
     }
+}
+
+/// Whether two paths lead to one file that is there.
+fn is_same_file(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().ok();
+    real(one).is_some_and(|one| Some(one) == real(other))
 }
 
 fn hook(paths: &Paths) -> Check {

@@ -202,14 +202,30 @@ pub fn find_guest(name: &str, uri: Option<&str>, paths: &Paths) -> Result<Guest>
     let mut matching = guests
         .into_iter()
         .filter(|guest| guest.name == name || Some(guest.vm) == wanted);
-    if let (Some(guest), None) = (matching.next(), matching.next()) {
-        return Ok(guest);
+    let noted = match (matching.next(), matching.next()) {
+        (Some(guest), None) if Some(guest.vm) == wanted || is_there(&guest, paths) => {
+            return Ok(guest);
+        }
+        // Of a start that was refused, perhaps: the domain may have another name by now, or this name
+        // another domain.
+        (Some(guest), None) => Some(guest),
+        _ => None,
+    };
+    match (look_up(name.to_owned(), uri.map(str::to_owned)), noted) {
+        (Ok(vm), _) => Ok(Guest {
+            name: name.to_owned(),
+            ..guest_of(paths, vm)
+        }),
+        (Err(_), Some(noted)) => Ok(noted),
+        (Err(error), None) => Err(error),
     }
-    let vm = look_up(name.to_owned(), uri.map(str::to_owned))?;
-    Ok(Guest {
-        name: name.to_owned(),
-        ..guest_of(paths, vm)
-    })
+}
+
+/// Whether a guest has a backend, or waits for one that was killed.
+fn is_there(guest: &Guest, paths: &Paths) -> bool {
+    let status = guest.control.status();
+    !matches!(status, Err(ControlError::NotRunning(_)))
+        || launch::is_abandoned(&run_dir(paths, guest.vm))
 }
 
 /// Asks libvirt in a thread of its own, so that a libvirt that hangs does not hang us.

@@ -6,6 +6,7 @@ use clap::{ArgGroup, Args};
 use outram_wire::control::Status;
 use outram_wire::tuning::Tuning;
 
+use super::attach::check_editable;
 use super::completion::domain_names;
 use super::report::{Guest, find_guest};
 use super::{LimitArguments, TuningArguments};
@@ -115,6 +116,7 @@ impl TuneArguments {
     /// The domain, and its settings from its next start on.
     fn later(&self, guest: &Guest, uri: Option<&str>) -> Result<(LibvirtDomain, MemorySettings)> {
         let domain = Libvirt::connect(uri)?.domain(&guest.vm.to_string())?;
+        check_editable(&domain, &domain.name()?)?;
         let xml = DomainXml::parse(&domain.definition()?)?;
         let Some(settings) = metadata::read(&xml)? else {
             bail!(

@@ -285,13 +285,27 @@ fn a_domain_without_any_server_is_refused() {
     let domain = host
         .domain("ready")
         .replace("<outram:server address='10.0.0.2:7741'/>", "");
-    let prepare = || hook::prepare(domain.as_bytes(), &host.paths);
+    let prepare = || hook::prepare_start(domain.as_bytes(), &host.paths);
     assert!(matches!(prepare(), Err(HookError::NoServer(_))));
+    let reports = || {
+        let guests = report::all_guests(&host.paths).expect("readable");
+        report::reports(&guests, &host.paths)
+    };
+    let refused = &reports()[0];
+    assert_eq!((&*refused.name, refused.state), ("ready", State::Failed));
+    let detail = refused.error.as_deref().unwrap_or_default();
+    assert!(detail.contains("no memory server is named"), "{detail}");
     fs::write(&host.paths.config, "servers = [\"a:0\"]").expect("written");
     let error = prepare().expect_err("a bad address").to_string();
     assert!(error.contains("'a:0'"), "{error}");
     fs::write(&host.paths.config, "servers = [\"a:1\"]").expect("written");
     prepare().expect("the host's servers are used");
+    assert_eq!(reports()[0].state, State::Waiting);
+    // What is refused beside a backend that is at work is no word of it.
+    let broken = domain.replace("local-ratio", "local-ration");
+    assert!(hook::prepare_start(broken.as_bytes(), &host.paths).is_err());
+    assert_eq!(reports()[0].state, State::Waiting);
+    assert!(!host.run_dir().join("error").exists());
 }
 
 #[test]
@@ -382,13 +396,22 @@ fn only_prepare_fails_and_nothing_is_ever_printed_to_stdout() {
             );
         }
     }
+    // Where this may write there, word of it was left.
+    let run = Paths::default().run;
+    let _ = fs::remove_dir_all(run.join(TYPO_UUID));
+    let _ = fs::remove_file(run.join(format!("{TYPO_UUID}.name")));
+    let _ = fs::remove_dir(run);
 }
 
-/// A domain with a typo in its settings. Its UUID is nobody's.
+/// Nobody's.
+const TYPO_UUID: &str = "00000000-dead-4000-8000-000000000000";
+
+/// A domain with a typo in its settings.
 fn golden_with_typo() -> String {
-    "<domain type='kvm'><name>x</name><uuid>00000000-dead-4000-8000-000000000000</uuid><metadata>\
+    format!(
+        "<domain type='kvm'><name>x</name><uuid>{TYPO_UUID}</uuid><metadata>\
      <o:memory xmlns:o='https://outram.dev/xmlns/domain/1' local-ration='0.5'/></metadata></domain>"
-        .to_owned()
+    )
 }
 
 /// Not a test by itself: the process that stands for the backend, which other tests of this file

@@ -119,6 +119,28 @@ fn the_sysctl_is_set_only_when_asked_for() {
 }
 
 #[test]
+fn a_sites_rules_that_cannot_be_read_are_left_alone() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let rules = dir.path().join("etc/apparmor.d/abstractions/libvirt-qemu");
+    let site = dir
+        .path()
+        .join("etc/apparmor.d/local/abstractions/libvirt-qemu");
+    for (path, text) in [(&rules, &b""[..]), (&site, b"# f\xfcr uns\n/srv/mine r,\n")] {
+        fs::create_dir_all(path.parent().expect("a folder")).expect("made");
+        fs::write(path, text).expect("written");
+    }
+    let output = setup(dir.path(), &[]);
+    assert!(!output.status.success());
+    assert!(
+        said(&output).contains("local/abstractions/libvirt-qemu"),
+        "{}",
+        said(&output)
+    );
+    let kept = fs::read(&site).expect("read");
+    assert_eq!(kept, b"# f\xfcr uns\n/srv/mine r,\n");
+}
+
+#[test]
 fn hooks_of_others_are_left_alone() {
     let dir = tempfile::tempdir().expect("a directory");
     let hooks = dir.path().join("etc/libvirt/hooks");

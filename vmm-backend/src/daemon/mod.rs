@@ -64,7 +64,8 @@ pub fn prepare_on_host(flags: Flags) -> anyhow::Result<()> {
         tracing::warn!("{error:#}: where all of the backend is killed, its guest cannot go on");
         return Ok(());
     }
-    prepare(flags)
+    let likely = flags.likely_dir();
+    prepare(flags).inspect_err(|error| leave_reason(&likely, error))
 }
 
 /// Removes what is left of a guest that has ended, where [`prepare_on_host`] made it: no process in

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use super::Setup;
 use crate::apparmor::{self, AppArmor, INCLUDE_LINE, RULES};
@@ -18,7 +18,7 @@ impl Setup<'_> {
         if found.is_included_by_libvirt() {
             return Ok(());
         }
-        let site = fs::read_to_string(&found.site).unwrap_or_default();
+        let site = site_text(&found.site)?;
         if site.contains(INCLUDE_LINE) {
             self.found(&format!("AppArmor's {}", found.site.display()));
             return Ok(());
@@ -47,7 +47,9 @@ impl Setup<'_> {
             return Ok(());
         };
         for daemon in found.daemons {
-            let (there, wanted) = daemon.additions(hook);
+            let (there, wanted) = daemon
+                .additions(hook)
+                .with_context(|| not_readable(&daemon.site))?;
             if there.trim_end() == wanted.trim_end() {
                 continue;
             }
@@ -75,10 +77,22 @@ impl Setup<'_> {
             // It stays where others have rules in it.
             let _ = fs::remove_dir(folder);
         }
-        let site = fs::read_to_string(&found.site).unwrap_or_default();
+        let site = site_text(&found.site)?;
         if site.contains(INCLUDE_LINE) {
             self.file(&found.site, &site.replace(INCLUDE_LINE, ""))?;
         }
         Ok(())
     }
+}
+
+/// What others have in such a file is kept.
+fn site_text(path: &Path) -> Result<String> {
+    apparmor::site_text(path).with_context(|| not_readable(path))
+}
+
+fn not_readable(path: &Path) -> String {
+    format!(
+        "{} cannot be read as text, and is left as it is",
+        path.display()
+    )
 }

@@ -1,5 +1,6 @@
 //! The units of systemd that backends run as, where no package has brought them.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -35,7 +36,7 @@ impl Setup<'_> {
         let packaged = self.prefix.join(PACKAGED).join(UNIT_FILE);
         if packaged.exists() {
             self.found(&format!("unit {}", packaged.display()));
-            return Ok(());
+            return self.unshadow();
         }
         let Some(backend) = backend.to_str().filter(|path| is_plain(path)) else {
             bail!(
@@ -52,6 +53,16 @@ impl Setup<'_> {
             reload_systemd()?;
         }
         Ok(())
+    }
+
+    /// Removes what [`Self::units`] installed before the package came: systemd would prefer it. A site's own
+    /// version of the package's unit names the package's program.
+    fn unshadow(&mut self) -> Result<()> {
+        let own = self.own_unit(UNIT_FILE);
+        match fs::read_to_string(&own).is_ok_and(|text| starts_another(&text)) {
+            true => self.remove_units(),
+            false => Ok(()),
+        }
     }
 
     /// Removes the units that [`Self::units`] installed.
@@ -71,6 +82,13 @@ impl Setup<'_> {
     }
 }
 
+/// Whether a unit file starts another program than the package's.
+fn starts_another(text: &str) -> bool {
+    let mut lines = text.lines();
+    let start = lines.find_map(|line| line.strip_prefix("ExecStart="));
+    start.is_some_and(|start| start.split_whitespace().next() != Some(PACKAGED_PROGRAM))
+}
+
 /// Whether a path means itself in a unit file.
 fn is_plain(path: &str) -> bool {
     path.bytes()
@@ -87,4 +105,18 @@ fn reload_systemd() -> Result<()> {
         bail!("'systemctl daemon-reload' failed: look at 'systemctl status'");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_unit_of_an_earlier_install_is_told_from_a_sites_own() {
+        let packaged = UNITS[0].1;
+        assert!(!starts_another(packaged));
+        let by_setup = packaged.replace(PACKAGED_PROGRAM, "/usr/local/bin/outram-backend");
+        assert!(starts_another(&by_setup));
+        assert!(!starts_another("[Slice]\n"));
+    }
 }
