@@ -21,7 +21,7 @@ use crate::far_disk::FarDisk;
 use crate::handover::{self, Options, Vmm, Way, discover};
 use crate::pager::{Course, HomingError, Orphan, Pager};
 use crate::remote::RemoteConfig;
-use crate::whole::{self, AbortIfPanicking};
+use crate::whole;
 
 /// A front end sends its first message at once.
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
@@ -247,8 +247,16 @@ impl Guest {
 
 /// Follows memory that is plugged and unplugged, for as long as the guest lives.
 fn follow_memory(guest: &Weak<Guest>) {
-    let mut was_readable = true;
+    let (mut was_readable, mut were_files_seen) = (true, true);
     while let Some(guest) = guest.upgrade() {
+        match guest.pager.follow_files() {
+            Ok(()) => were_files_seen = true,
+            Err(error) if were_files_seen && !guest.vmm.has_ended() => {
+                were_files_seen = false;
+                tracing::warn!(%error, "QEMU's open files cannot be looked at: a disk plugged with cache='none' is not noticed");
+            }
+            Err(_) => {}
+        }
         match guest.pager.follow_memory() {
             Ok(gone) => {
                 was_readable = true;
@@ -300,10 +308,7 @@ impl GuestDoor {
                 }
             }
         };
-        std::thread::Builder::new()
-            .name("vhost-user".to_owned())
-            .spawn(work)
-            .context("starting a thread")?;
+        whole::spawn("vhost-user", work).context("starting a thread")?;
         Ok(())
     }
 
@@ -318,7 +323,6 @@ impl GuestDoor {
             if !self.daemon.end_waiting(Stage::TakingOver) {
                 return;
             }
-            let _whole = AbortIfPanicking;
             match self.take_over(&stream) {
                 Ok(guest) => serve(&self.daemon, guest),
                 Err(error) => {

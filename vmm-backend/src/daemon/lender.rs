@@ -65,6 +65,9 @@ enum LendError {
     /// The errand.
     #[error(transparent)]
     System(#[from] io::Error),
+    /// An errand of a later build's.
+    #[error("this supervisor does not know the errand")]
+    Unknown(#[source] serde_json::Error),
     /// Nothing was beside the errand.
     #[error("the socket that belongs to the errand is missing")]
     NoSocket,
@@ -130,8 +133,10 @@ impl Lender {
     }
 
     fn serve(&self, socket: &OwnedFd) -> io::Result<()> {
-        while let Some((errand, beside)) = powers::receive::<Errand>(socket.as_fd())? {
-            let (answer, descriptors) = match self.run(errand, beside) {
+        while let Some((asked, beside)) = powers::receive::<serde_json::Value>(socket.as_fd())? {
+            let errand = serde_json::from_value(asked).map_err(LendError::Unknown);
+            let ran = errand.and_then(|errand: Errand| self.run(errand, beside));
+            let (answer, descriptors) = match ran {
                 Ok(brought) => brought,
                 Err(error) => {
                     let failed = Answer::Failed {
@@ -193,6 +198,13 @@ impl Lender {
                 done()
             }
             Errand::Fetch(numbers) => Ok((Answer::Done, vmm.fetch_uffds(&numbers)?)),
+            Errand::OpenFiles => {
+                let forbidden = vmm.forbidden_file()?;
+                Ok((
+                    forbidden.map_or(Answer::Done, Answer::Forbidden),
+                    Vec::new(),
+                ))
+            }
             Errand::Maps => one(fs::File::open(format!("/proc/{}/maps", vmm.pid))?),
             Errand::PageMap => one(vmm.page_map()?),
             Errand::CountTerminations => one(termination::count(vmm.pid)?),

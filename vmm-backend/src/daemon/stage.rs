@@ -181,6 +181,8 @@ impl Daemon {
                 .unwrap_or_default(),
         };
         let (phase, detail) = phase(&stage, &memory, &servers);
+        let hindrance = guest.and_then(|guest| guest.pager.hindrance());
+        let (phase, detail) = hindered(phase, detail, hindrance, &memory);
         let limit = guest.map_or(self.config.limit, |guest| guest.pager.limit());
         Status {
             vm: self.config.vm,
@@ -335,6 +337,30 @@ fn phase(
             None => (Phase::Serving, shrinking(memory)),
             detail => (Phase::Serving, detail),
         },
+    }
+}
+
+/// The same where nothing of the guest's memory may be evicted: it waits once it needs room.
+fn hindered(
+    phase: Phase,
+    detail: Option<String>,
+    hindrance: Option<String>,
+    memory: &MemoryReport,
+) -> (Phase, Option<String>) {
+    match (phase, hindrance) {
+        (Phase::Serving | Phase::Stalled, Some(hindrance)) => {
+            let words =
+                format!("nothing is evicted, so that it waits once it needs room: {hindrance}");
+            let phase = match memory.waiting_faults {
+                0 => phase,
+                _ => Phase::Stalled,
+            };
+            let further = detail
+                .map(|detail| format!("; {detail}"))
+                .unwrap_or_default();
+            (phase, Some(words + &further))
+        }
+        _ => (phase, detail),
     }
 }
 

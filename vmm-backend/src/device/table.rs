@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use outram_wire::units::PageSize;
 
@@ -223,8 +223,8 @@ fn groups(pieces: Vec<Piece<'_>>, most: usize) -> Vec<Vec<Piece<'_>>> {
 
 /// Access to request buffers: translates, pins, copies, unpins; one pin at a time.
 pub(super) struct PinnedBuffers<'a> {
-    /// Held for reading through each access, so that a replaced table is no longer in use once the
-    /// front end gets its answer; never while a disk's server is waited for.
+    /// Held for reading while bytes are copied, so that a replaced table is no longer in use once the
+    /// front end gets its answer; never while a server is waited for, a disk's or that of a page.
     pub table: &'a RwLock<Arc<Table>>,
     pub memory: &'a dyn GuestMemory,
     pub strays: &'a AtomicU64,
@@ -240,26 +240,38 @@ impl PinnedBuffers<'_> {
         write: bool,
         mut copy: impl FnMut(&MappedRegion, usize, std::ops::Range<usize>) -> Result<(), Stray>,
     ) -> Result<(), AccessError> {
-        // Whoever panicked did not change the table: it is replaced as a whole.
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-        let pieces = table.pieces(segments, offset, length as u64)?;
-        let mut done = 0;
-        for group in groups(pieces, self.memory.max_pages_per_pin()) {
-            let ranges: Vec<HostRange> = group
-                .iter()
-                .map(|piece| piece.region.host_range(piece.offset, piece.length))
-                .collect();
-            let _pinned = self.memory.pin(&ranges, write)?;
-            for piece in &group {
-                let end = done + piece.length as usize;
-                if copy(piece.region, piece.offset as usize, done..end).is_err() {
-                    self.strays.fetch_add(1, Ordering::Relaxed);
-                    return Err(AccessError::Stray);
+        'anew: loop {
+            let table = Arc::clone(&self.table());
+            let pieces = table.pieces(segments, offset, length as u64)?;
+            let mut done = 0;
+            for group in groups(pieces, self.memory.max_pages_per_pin()) {
+                let ranges: Vec<HostRange> = group
+                    .iter()
+                    .map(|piece| piece.region.host_range(piece.offset, piece.length))
+                    .collect();
+                let pinned = self.memory.pin(&ranges, write);
+                let current = self.table();
+                if !Arc::ptr_eq(&current, &table) {
+                    // All of it once more: what was copied is the same.
+                    continue 'anew;
                 }
-                done = end;
+                let _pinned = pinned?;
+                for piece in &group {
+                    let end = done + piece.length as usize;
+                    if copy(piece.region, piece.offset as usize, done..end).is_err() {
+                        self.strays.fetch_add(1, Ordering::Relaxed);
+                        return Err(AccessError::Stray);
+                    }
+                    done = end;
+                }
             }
+            return Ok(());
         }
-        Ok(())
+    }
+
+    fn table(&self) -> RwLockReadGuard<'_, Arc<Table>> {
+        // Whoever panicked did not change the table: it is replaced as a whole.
+        self.table.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -285,6 +297,7 @@ impl Buffers for PinnedBuffers<'_> {
 mod tests {
     use std::os::unix::fs::FileExt;
     use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::super::memory::{PinError, Pinned};
     use super::*;
@@ -383,6 +396,75 @@ mod tests {
                 .sum();
             assert!((1..=2).contains(&pages), "{ranges:?}");
         }
+    }
+
+    /// A page of it is waited for until the test says so, the first time.
+    struct Waiting {
+        asked: Sender<()>,
+        come: Mutex<Receiver<()>>,
+    }
+
+    impl GuestMemory for Waiting {
+        fn pin(&self, _ranges: &[HostRange], _write: bool) -> Result<Box<dyn Pinned>, PinError> {
+            let _ = self.asked.send(());
+            // Once the test's end is closed, nobody waits.
+            let _ = self.come.lock().expect("not poisoned").recv();
+            Ok(Box::new(Nothing))
+        }
+
+        fn confirm(&self, _regions: &[TableRegion]) -> Result<(), PinError> {
+            Ok(())
+        }
+
+        fn page_size(&self) -> PageSize {
+            PageSize::BASE
+        }
+
+        fn max_pages_per_pin(&self) -> usize {
+            1
+        }
+    }
+
+    #[test]
+    fn a_table_is_replaced_while_a_page_is_waited_for() {
+        let (former, _former_file) = table();
+        let (next, next_file) = table();
+        next_file
+            .write_all_at(&[2; 8 * PAGE as usize], 0)
+            .expect("room");
+        let (asked, is_asked) = channel();
+        let (comes, come) = channel();
+        let memory = Waiting {
+            asked,
+            come: Mutex::new(come),
+        };
+        let current = RwLock::new(Arc::new(former));
+        let (strays, log) = (AtomicU64::new(0), DirtyLog::default());
+        let buffers = PinnedBuffers {
+            table: &current,
+            memory: &memory,
+            strays: &strays,
+            log: &log,
+        };
+        let segment = Segment {
+            address: 4 * PAGE,
+            length: 2 * PAGE as u32,
+        };
+        std::thread::scope(|scope| {
+            let read = scope.spawn(|| {
+                let mut bytes = vec![0; 2 * PAGE as usize];
+                buffers.read(&[segment], 0, &mut bytes).expect("within");
+                bytes
+            });
+            // The second page is on its way, and the first was copied.
+            is_asked.recv().expect("the first page");
+            comes.send(()).expect("it waits");
+            is_asked.recv().expect("the second page");
+            *current.try_write().expect("nobody holds it") = Arc::new(next);
+            drop(comes);
+            let bytes = read.join().expect("no panic");
+            assert_eq!(bytes, vec![2; 2 * PAGE as usize]);
+        });
     }
 
     #[test]

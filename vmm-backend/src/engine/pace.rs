@@ -18,6 +18,7 @@ pub struct Pace {
     granule: AtomicU32,
     queue_depth: AtomicU32,
     runs_out: AtomicU32,
+    is_eviction_suspended: AtomicBool,
     protects_reads: AtomicBool,
 }
 
@@ -68,9 +69,20 @@ impl Pace {
         self.runs_out.store(runs_out, Ordering::Relaxed);
     }
 
+    /// Has nothing evicted that is not on its way yet, or things go on as they did; tells whether that changes
+    /// anything. Shards are to be woken where they go on.
+    pub fn suspend_eviction(&self, suspended: bool) -> bool {
+        self.is_eviction_suspended
+            .swap(suspended, Ordering::Relaxed)
+            != suspended
+    }
+
     /// Runs that a shard has out at once.
     pub(super) fn runs_out(&self) -> usize {
-        self.runs_out.load(Ordering::Relaxed) as usize
+        match self.is_eviction_suspended.load(Ordering::Relaxed) {
+            true => 0,
+            false => self.runs_out.load(Ordering::Relaxed) as usize,
+        }
     }
 }
 
@@ -81,6 +93,7 @@ impl Default for Pace {
             granule: AtomicU32::new(1),
             queue_depth: AtomicU32::new(QueueDepth::default().get()),
             runs_out: AtomicU32::new(0),
+            is_eviction_suspended: AtomicBool::new(false),
             protects_reads: AtomicBool::new(true),
         };
         pace.set_workers(1, 1);

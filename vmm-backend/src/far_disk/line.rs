@@ -50,7 +50,11 @@ struct Now {
     held: Option<Vec<SlabId>>,
     /// A slab was asked for, and there is no answer yet.
     asked: bool,
-    answers: VecDeque<Result<SlabId, Refusal>>,
+    /// Slabs that came, and are nobody's yet.
+    slabs: VecDeque<SlabId>,
+    /// Refusals that came, and the last of them: for those who waited for an answer by then, alone.
+    refusals: u64,
+    refusal: Option<Refusal>,
     over: Option<Over>,
 }
 
@@ -118,11 +122,12 @@ impl LineState {
             }
             SessionEvent::Leased { slab, .. } => {
                 now.asked = false;
-                now.answers.push_back(Ok(slab));
+                now.slabs.push_back(slab);
             }
             SessionEvent::LeaseRefused { reason, .. } => {
                 now.asked = false;
-                now.answers.push_back(Err(reason));
+                now.refusals += 1;
+                now.refusal = Some(reason);
             }
             // Servers ask nothing back of a disk, and no RDMA device has part in it; of a stop, the end
             // of the connection tells.
@@ -203,13 +208,18 @@ impl Line {
 
     /// Leases a slab.
     pub(super) fn lease(&self, interrupt: &Interrupt<'_>) -> Result<SlabId, DiskFault> {
+        let known = self.state.lock().refusals;
         let answer = self.state.wait(interrupt, |now| {
-            let answer = now.answers.pop_front();
-            if answer.is_none() && !now.asked {
-                now.asked = true;
+            if let Some(slab) = now.slabs.pop_front() {
+                return Some(Ok(slab));
+            }
+            if now.refusals > known {
+                return now.refusal.clone().map(Err);
+            }
+            if !std::mem::replace(&mut now.asked, true) {
                 self.session.request_slab();
             }
-            answer
+            None
         })?;
         answer.map_err(|refusal| DiskFault::NoRoom(refusal.to_string()))
     }

@@ -489,7 +489,9 @@ pub(super) fn may_pass(error: &DiskError) -> bool {
             | RemoteError::Disconnected(_)
             | RemoteError::TimedOut(_)
             // No more threads or descriptors for now.
-            | RemoteError::System { .. },
+            | RemoteError::System { .. }
+            // Certificates that are being renewed: a process that was just started knows of no earlier ones.
+            | RemoteError::Identity(_),
         ) => true,
         DiskError::Fault(fault) => matches!(fault, DiskFault::Interrupted),
         _ => false,

@@ -34,7 +34,7 @@ pub use outcome::Attempt;
 pub use powers::Powers;
 
 use discover::{Mapping, RamBlock, Refusal};
-use powers::Errand;
+use powers::{Answer, Errand};
 
 /// Most userfaultfds one hand-over creates: bounds what is opened in the VMM.
 pub const MAX_UFFDS: usize = 256;
@@ -195,6 +195,26 @@ impl Vmm {
         match self.powers.are_own() {
             true => discover::known_block(self.pid, mapping),
             false => self.one_block(Errand::KnownBlock(mapping.clone())),
+        }
+    }
+
+    /// What it has open that reaches past its page tables into guest RAM, in words with the cure: such as a disk
+    /// with O_DIRECT, or a device that is passed through.
+    pub fn forbidden_file(&self) -> io::Result<Option<String>> {
+        if !self.powers.are_own() {
+            if std::env::var_os(powers::OPEN_FILES).is_none() {
+                let text = "the supervisor is of an earlier build, until 'outram restart'";
+                return Err(io::Error::other(text));
+            }
+            return Ok(match self.powers.send(&Errand::OpenFiles, None)? {
+                (Answer::Forbidden(reason), _) => Some(reason),
+                _ => None,
+            });
+        }
+        match discover::open_files(self.pid) {
+            Ok(()) => Ok(None),
+            Err(Refusal::Unreadable { source, .. }) => Err(source),
+            Err(refusal) => Ok(Some(refusal.to_string())),
         }
     }
 

@@ -30,6 +30,10 @@ const MAX_MESSAGE_BYTES: usize = 128 << 10;
 /// Most descriptors beside one: the kernel's limit (`SCM_MAX_FD`).
 const MAX_DESCRIPTORS: usize = 253;
 
+/// A variable that a supervisor sets where it knows [`Errand::OpenFiles`]. One of an earlier build runs no errand
+/// any more once it was asked for one that it does not know.
+pub(crate) const OPEN_FILES: &str = "OUTRAM_LOOKS_AT_OPEN_FILES";
+
 /// What a pager may ask of its supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -49,6 +53,8 @@ pub(crate) enum Errand {
     Close(Vec<RawFd>),
     /// Duplicates of userfaultfds.
     Fetch(Vec<RawFd>),
+    /// See [`super::discover::open_files`].
+    OpenFiles,
     /// `/proc/PID/maps`, open.
     Maps,
     /// `/proc/PID/pagemap`, open.
@@ -80,6 +86,8 @@ pub(crate) enum Answer {
         /// How they were obtained.
         way: Way,
     },
+    /// Of open files: why one of them forbids paging.
+    Forbidden(String),
     /// It failed.
     Failed {
         /// Because the VMM is gone.

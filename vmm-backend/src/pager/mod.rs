@@ -496,6 +496,7 @@ impl PreparedPager {
             changing: Mutex::default(),
             standing: Mutex::new(standing),
             plugging: Mutex::new(held.plugging),
+            hindrance: Mutex::default(),
             aside: AsideList::default(),
             rule,
             pin_gate: Arc::new(PinGate::new(limit_pages, self.config.page_size)),
@@ -714,6 +715,8 @@ pub struct Pager {
     /// Held for moments alone.
     standing: Mutex<Standing>,
     plugging: Mutex<Plugging>,
+    /// Why nothing is evicted, in words, where that is so.
+    hindrance: Mutex<Option<String>>,
     aside: AsideList,
     rule: Arc<BudgetRule>,
     pin_gate: Arc<PinGate>,

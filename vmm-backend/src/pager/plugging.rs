@@ -21,6 +21,7 @@ use outram_wire::units::format_size;
 use rustix::fs::FallocateFlags;
 
 use super::guest_ram::{Block, GuestRam, Region};
+use super::inbox::Inbox;
 use super::record::FileId;
 use super::shard_thread::ShardEvent;
 use super::state_dir::StateError;
@@ -223,6 +224,31 @@ impl Pager {
         Ok(gone)
     }
 
+    /// Looks at what the VMM has open. While there is something that reaches past its page tables into guest RAM,
+    /// nothing is evicted: what such a device writes to a page on its way out would be lost.
+    ///
+    /// To be called now and then, for disks and devices are plugged without a word to us.
+    pub fn follow_files(&self) -> std::io::Result<()> {
+        let found = self.vmm.forbidden_file()?;
+        let mut hindrance = lock(&self.hindrance);
+        if self.shared.pace.suspend_eviction(found.is_some()) {
+            match &found {
+                Some(reason) => tracing::error!(
+                    "nothing of this guest's memory is evicted any more, and it may wait for room: {reason}"
+                ),
+                None => tracing::info!("the guest's memory is evicted again"),
+            }
+            self.shards.iter().for_each(Inbox::ring);
+        }
+        *hindrance = found;
+        Ok(())
+    }
+
+    /// Why nothing is evicted, in words with the cure, where that is so.
+    pub fn hindrance(&self) -> Option<String> {
+        lock(&self.hindrance).clone()
+    }
+
     /// Has the shards drop what is mapped no longer.
     fn send_off(&self, plugging: &mut Plugging, mappings: &[Mapping]) {
         for block in self.ram.blocks() {
@@ -402,6 +428,10 @@ impl Pager {
                     }
                     let runs: Vec<PageRun> = regions.iter().map(|region| region.pages).collect();
                     self.ram.remove(&runs);
+                    // It stays mapped, and a successor would take it in as what nobody had promised for.
+                    if let Err(error) = self.note_blocks() {
+                        tracing::warn!(%error, "the record names a block that is not managed");
+                    }
                     return Err(AsideReason::Userfaultfd(error));
                 }
             }

@@ -238,8 +238,13 @@ impl Keeper {
         let mut pause = Duration::ZERO;
         loop {
             if let Some(greeted) = greeted.take() {
-                pause = self.dialer.timing.retry_min;
-                match self.serve(greeted, orders) {
+                let since = Instant::now();
+                let end = self.serve(greeted, orders);
+                // One that ends each time as soon as it stands is tried ever more seldom, as one that is not there.
+                if since.elapsed() >= pause {
+                    pause = self.dialer.timing.retry_min;
+                }
+                match end {
                     LinkEnd::Over => return,
                     LinkEnd::Unheard => {
                         // Which of these it is, its last order tells.

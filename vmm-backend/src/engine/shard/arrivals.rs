@@ -98,9 +98,11 @@ impl<P: Ports> Shard<P> {
         let key = &self.shared.key;
         if key.open(page, entry.generation, entry.tag, bytes).is_ok() {
             match self.moving.remove(&page) {
-                Some(ticket) if pending.is_idle() => self.stage_moved(page, entry, bytes, ticket),
+                Some(Some(ticket)) if pending.is_idle() => {
+                    self.stage_moved(page, entry, bytes, ticket);
+                }
                 ticket => {
-                    self.end_move(ticket);
+                    self.end_move(ticket.flatten());
                     self.install_or_gather(page, entry, bytes, pending);
                 }
             }

@@ -168,8 +168,8 @@ pub struct Shard<P: Ports> {
     to_move: BTreeSet<PageIndex>,
     /// The next of them waits for room.
     move_waits: bool,
-    /// Staging slots for pages on their way.
-    moving: HashMap<PageIndex, Ticket>,
+    /// Pages on their way out of such slabs, with the staging slots for them; without, they come home.
+    moving: HashMap<PageIndex, Option<Ticket>>,
     /// Pages that an earlier build left unsealed in staging, and their generations then.
     staged_plain: HashMap<PageIndex, Generation>,
     /// How far its pages have come home, while they are brought there.
@@ -883,7 +883,7 @@ impl<P: Ports> Shard<P> {
     fn lose(&mut self, page: PageIndex, pending: Pending) {
         self.guesses.drop(page);
         let ticket = self.moving.remove(&page);
-        self.end_move(ticket);
+        self.end_move(ticket.flatten());
         let entry = self.shared.table.load(page);
         if entry.state != State::Lost {
             self.set(
@@ -984,7 +984,7 @@ impl<P: Ports> Shard<P> {
         }
         self.leave_queues(page, pending.wait);
         let ticket = self.moving.remove(&page);
-        self.end_move(ticket);
+        self.end_move(ticket.flatten());
         Some(pending)
     }
 

@@ -54,8 +54,12 @@ impl<P: Ports> Shard<P> {
         if std::mem::take(&mut self.move_waits) {
             self.shared.budget.end_waiting();
         }
-        let share = self.shared.staging.capacity() as usize / MOVES_SHARE;
-        while self.moving.len() < share.clamp(1, MOVES_MOST) {
+        let capacity = self.shared.staging.capacity() as usize;
+        let most = match capacity {
+            0 => MOVES_MOST,
+            capacity => (capacity / MOVES_SHARE).clamp(1, MOVES_MOST),
+        };
+        while self.moving.len() < most {
             let Some(page) = self.to_move.first().copied() else {
                 return;
             };
@@ -72,7 +76,9 @@ impl<P: Ports> Shard<P> {
             let is_near = entry
                 .slot
                 .is_some_and(|slot| self.shared.slots.is_within_reach(slot));
-            if !is_near || !self.shared.slots.may_move() {
+            // A guest that may have all of its memory here has no staging: there the page comes home.
+            let comes_home = capacity == 0;
+            if !is_near || !comes_home && !self.shared.slots.may_move() {
                 return;
             }
             if !self.shared.budget.acquire(1) {
@@ -81,12 +87,15 @@ impl<P: Ports> Shard<P> {
                 self.move_waits = true;
                 return;
             }
-            let Some(ticket) = self.staging_slot() else {
+            let ticket = self.staging_slot();
+            if ticket.is_none() && !comes_home {
                 self.shared.budget.cancel(1);
                 self.shared.staging.note_starved();
                 return;
-            };
-            self.shared.slots.count_move();
+            }
+            if !comes_home {
+                self.shared.slots.count_move();
+            }
             self.to_move.remove(&page);
             self.moving.insert(page, ticket);
             let pending = Pending::new(None, self.ports.now_us());

@@ -105,6 +105,12 @@ pub(super) fn parse_mappings(maps: &[u8]) -> Vec<Mapping> {
     maps::of_backends(&String::from_utf8_lossy(maps))
 }
 
+/// Refuses what the VMM has open that reaches past its page tables into guest RAM: disks and devices that
+/// were plugged since the hand-over, perhaps.
+pub(crate) fn open_files(pid: i32) -> Result<(), Refusal> {
+    others::check_open_files(pid)
+}
+
 /// The block behind a mapping that appeared after the hand-over, or why it must not be paged. The
 /// process `pager` may have it mapped already.
 pub(crate) fn plugged_block(

@@ -308,6 +308,26 @@ fn pages_move_as_far_as_there_is_room_for_them() {
 }
 
 #[test]
+fn pages_come_home_from_a_slab_wanted_back_where_there_is_no_staging() {
+    let mut bench = Bench::new();
+    for page in 0..20 {
+        bench.store_remotely(page, 1);
+    }
+    bench.shared.staging.set_capacity(0);
+    bench.vacate_without_room();
+    bench.shard.pump();
+    assert_eq!(bench.shard.moves(), 16, "a few at a time");
+    for _ in 0..20 {
+        bench.answer(1);
+        bench.shard.pump();
+    }
+    assert_eq!(bench.shared.slots.drain_releasable(), [SLAB]);
+    assert_eq!((bench.shard.moves(), bench.state(19)), (0, State::Resident));
+    assert_eq!(bench.read(19), Some(bytes(1)));
+    assert_eq!(bench.shared.budget.used(), 20);
+}
+
+#[test]
 fn a_slab_that_is_asked_for_again_moves_each_page_once() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
