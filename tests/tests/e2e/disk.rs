@@ -1,12 +1,22 @@
 //! Point 5 in a real guest: the device reads and writes guest memory that has been evicted.
 
+use std::fs;
+use std::thread::sleep;
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
 use outram_tests::hermetic::guest::Spec;
+use outram_tests::hermetic::host::virsh_ok;
 
 use crate::Test;
-use crate::fixture::{LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, power_off};
+use crate::fixture::{
+    HALF, LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, power_off, wait_under_limit,
+};
 
-pub(crate) const TESTS: &[Test] = &[("disk_reads_into_evicted_pages", reads)];
+pub(crate) const TESTS: &[Test] = &[
+    ("disk_reads_into_evicted_pages", reads),
+    ("a_disk_plugged_in_with_o_direct_holds_eviction_up", direct),
+];
 
 fn reads(lab: &Lab) -> Result<()> {
     let server = lab.server("1GiB")?;
@@ -44,5 +54,66 @@ fn reads(lab: &Lab) -> Result<()> {
         status.counters.stray_device_accesses == 0,
         "the device touched pages that were not pinned"
     );
+    power_off(&guest, &mut console, &server)
+}
+
+/// libvirt asks nobody when a disk is plugged in, and what such a one writes to a page on its way out is lost: it
+/// is noticed, told, and nothing leaves until it is gone.
+fn direct(lab: &Lab) -> Result<()> {
+    const IMAGE: &str = "/var/lib/libvirt/images/direct.raw";
+    let server = lab.server("1GiB")?;
+    let mut spec = Spec::new("direct", RAM_MIB);
+    // More than there are devices: one is free for another disk.
+    let ports = (1..9)
+        .map(|index| format!("<controller type='pci' index='{index}' model='pcie-root-port'/>"));
+    spec.extra_devices = format!(
+        "<controller type='pci' index='0' model='pcie-root'/>{}",
+        ports.collect::<String>()
+    );
+    let guest = lab.attach(spec, &HALF, &server.address)?;
+    let mut console = guest.boot()?;
+    console.ask("alloc 40", "ALLOCATED", LONG)?;
+    fs::write(IMAGE, vec![0; 16 << 20])?;
+    let plug = [
+        "attach-disk",
+        guest.name(),
+        IMAGE,
+        "vdb",
+        "--live",
+        "--cache",
+        "none",
+    ];
+    virsh_ok(&[&plug[..], &["--subdriver", "raw"]].concat())?;
+    let is_told = |detail: &Option<String>| {
+        let detail = detail.as_deref().unwrap_or_default();
+        detail.contains("nothing is evicted") && detail.contains(IMAGE)
+    };
+    guest.wait_status("the disk to be told of", SHORT, |status| {
+        is_told(&status.detail)
+    })?;
+    lab.host
+        .outram_ok(&["tune", guest.name(), "--local-ratio", "0.2"])?;
+    let before = guest.status()?.counters.evicted_pages;
+    sleep(Duration::from_secs(3));
+    let status = guest.status()?;
+    ensure!(
+        status.counters.evicted_pages == before,
+        "{before} pages had left: {status:?}"
+    );
+
+    // To let go of it the guest may need room.
+    lab.host
+        .outram_ok(&["tune", guest.name(), "--local-ratio", "1"])?;
+    virsh_ok(&["detach-disk", guest.name(), "vdb", "--live"])?;
+    guest.wait_status("the word to be taken back", SHORT, |status| {
+        !is_told(&status.detail)
+    })?;
+    fs::remove_file(IMAGE)?;
+    lab.host
+        .outram_ok(&["tune", guest.name(), "--local-ratio", "0.2"])?;
+    let status = wait_under_limit(&guest)?;
+    ensure!(status.counters.evicted_pages > before, "{status:?}");
+    let report = console.ask("verify", "CHECKER", LONG)?;
+    demand_no_mismatch(&console, &report)?;
     power_off(&guest, &mut console, &server)
 }

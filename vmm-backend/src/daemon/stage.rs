@@ -349,13 +349,16 @@ fn hindered(
 ) -> (Phase, Option<String>) {
     match (phase, hindrance) {
         (Phase::Serving | Phase::Stalled, Some(hindrance)) => {
-            let words =
-                format!("nothing is evicted, so that it waits once it needs room: {hindrance}");
+            let words = format!(
+                "nothing is evicted, so that the guest waits once it needs room, which a higher limit gives it: {hindrance}"
+            );
             let phase = match memory.waiting_faults {
                 0 => phase,
                 _ => Phase::Stalled,
             };
-            let further = detail
+            // Nothing is on its way out.
+            let further = detail.filter(|detail| shrinking(memory).as_ref() != Some(detail));
+            let further = further
                 .map(|detail| format!("; {detail}"))
                 .unwrap_or_default();
             (phase, Some(words + &further))
