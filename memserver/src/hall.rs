@@ -36,7 +36,7 @@ pub(crate) struct Hall {
     /// Connections that have not shown who they are.
     pub(crate) lobby: Lobby<IpAddr>,
     /// Control connections with a certificate and without a session: on their way to one, or observers.
-    callers: Lobby<ClientName>,
+    pub(crate) callers: Lobby<ClientName>,
     pub(crate) config: Config,
     identity: RwLock<Arc<Identity<ServerConfig>>>,
     /// Control connections that are known by their certificates.

@@ -198,9 +198,9 @@ impl Ledger {
                 free_bytes: free_bytes.saturating_add(account.reserved_bytes),
             });
         }
-        // Of a disk, which is thin, what is leased alone counts.
-        let is_guest = !account.session.holder.is_disk();
-        if is_guest && more > 0 && wanted / slab_bytes > MAX_SLABS {
+        // Also of a disk, which is thin: it is to be refused when it is made, and not a write to it some day. One of
+        // an earlier build's may have more.
+        if more > 0 && wanted / slab_bytes > MAX_SLABS {
             return Err(too_many_slabs());
         }
         account.reserved_bytes = wanted;

@@ -202,6 +202,7 @@ impl Server {
         }
         self.page = None;
         self.hall.lobby.clear();
+        self.hall.callers.clear();
         self.hall.desk.ledger.close();
         // Each control connection's thread ends once it has passed the word on; those whose client
         // does not listen are cut off.

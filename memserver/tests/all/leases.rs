@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use outram_wire::server::control::MAX_SLABS;
 use outram_wire::server::data::{self, MAX_PAYLOAD_BYTES, Op, Status};
-use outram_wire::server::{Refusal, Reply, Request, ServerMessage, SlabId};
+use outram_wire::server::{
+    DiskId, DiskShape, Opening, Purpose, Refusal, Reply, Request, ServerMessage, SessionSecret,
+    SlabId,
+};
 
 use crate::client::{
     self, Client, Data, Pki, SLAB, eventually, extent, metric, scrape, server, vm,
@@ -173,6 +176,25 @@ fn a_released_slab_is_given_back_and_the_next_one_is_empty() {
 fn no_more_slabs_are_promised_than_a_welcome_can_list() {
     let pki = Pki::new();
     let server = server(&pki, 2 * MAX_SLABS, |_| {});
+    let disk = Purpose::Disk {
+        disk: DiskId(uuid::Uuid::from_u128(77)),
+        secret: SessionSecret([1; 32]),
+        opening: Opening::Create(DiskShape {
+            bytes: (MAX_SLABS + 1) * SLAB,
+            part: 0,
+            parts: 1,
+        }),
+    };
+    let address = server.local_addr();
+    let mut disk = Client::for_purpose(address, &pki.client, disk).expect("made");
+    let refused = disk.ask(Request::Reserve {
+        bytes: (MAX_SLABS + 1) * SLAB,
+    });
+    assert!(
+        matches!(refused, Reply::Refused(Refusal::TooMany { .. })),
+        "{refused:?}"
+    );
+    drop(disk);
     let mut client = Client::with_slabs(&server, &pki, 1, MAX_SLABS);
     let more = client.ask(Request::Reserve {
         bytes: MAX_SLABS * SLAB + 1,

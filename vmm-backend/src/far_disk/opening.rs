@@ -149,6 +149,10 @@ fn load(
     let mut loaded = Loaded::default();
     for (number, line) in lines.iter().enumerate() {
         for slab in line.held(interrupt)? {
+            // A server that answers each question at once gives no other occasion.
+            if interrupt.is_wanted() {
+                return Err(DiskFault::Interrupted.into());
+            }
             match load_slab(&layout, identity, line, slab, interrupt)? {
                 Some((extent, generations)) => {
                     let place = Place {
@@ -156,7 +160,10 @@ fn load(
                         line: number,
                         slab,
                     };
-                    loaded.take(Found { place, generations }, &lines)?;
+                    let given_up = loaded.take(place, &generations, &layout, table)?;
+                    if let Some(Place { line, slab, .. }) = given_up {
+                        lines[line].session.release_slab(slab);
+                    }
                 }
                 // Leased and not used yet, or to be released, when it was parked.
                 None => line.session.release_slab(slab),
@@ -165,7 +172,7 @@ fn load(
     }
     let next = loaded.last_generation + 1;
     let keys = begin(config, identity, table, &layout, next)?;
-    let extents = loaded.finish(&layout, table);
+    let extents = loaded.finish(table);
     let written = extents.written_blocks();
     table.open();
     tracing::info!(
@@ -419,55 +426,40 @@ fn load_slab(
     Ok(Some((extent, generations)))
 }
 
-/// What was found of an extent.
-struct Found {
-    place: Place,
-    generations: Vec<u64>,
-}
-
-impl Found {
-    fn is_written(&self) -> bool {
-        self.generations.iter().any(|own| *own != 0)
-    }
-}
-
-/// Extents found so far.
+/// Extents found so far. What their blocks are stands in the table, which is closed meanwhile.
 #[derive(Default)]
 struct Loaded {
-    extents: HashMap<u32, Found>,
+    extents: HashMap<u32, StoredExtent>,
     last_generation: u64,
 }
 
 impl Loaded {
-    /// Takes one in. Of two slabs for one extent, one that is empty had been given up.
-    fn take(&mut self, found: Found, lines: &[Line]) -> Result<(), DiskError> {
-        let latest = found.generations.iter().max();
-        self.last_generation = self.last_generation.max(latest.copied().unwrap_or(0));
-        let extent = found.place.extent;
-        let kept = match self.extents.remove(&extent) {
-            None => found,
-            Some(other) => {
-                let (kept, empty) = match found.is_written() {
-                    false => (other, found),
-                    true => (found, other),
-                };
-                if empty.is_written() {
-                    return Err(DiskError::Foreign(empty.place.slab));
-                }
-                let place = empty.place;
-                lines[place.line].session.release_slab(place.slab);
-                kept
-            }
-        };
-        self.extents.insert(extent, kept);
-        Ok(())
+    /// Takes in what lies in a slab. Of two slabs for one extent, one that is empty had been given up: its place.
+    fn take(
+        &mut self,
+        place: Place,
+        generations: &[u64],
+        layout: &Layout,
+        table: &Arc<DiskTable>,
+    ) -> Result<Option<Place>, DiskError> {
+        let latest = generations.iter().copied().max().unwrap_or(0);
+        self.last_generation = self.last_generation.max(latest);
+        let other = self.extents.get(&place.extent);
+        if other.is_some() && latest == 0 {
+            return Ok(Some(place));
+        }
+        if let Some(other) = other.filter(|other| other.written() > 0) {
+            return Err(DiskError::Foreign(other.place.slab));
+        }
+        let generations = generations.iter().copied();
+        let stored = StoredExtent::new(table, layout, place, generations);
+        let empty = self.extents.insert(place.extent, stored);
+        Ok(empty.map(|empty| empty.place))
     }
 
-    fn finish(self, layout: &Layout, table: &Arc<DiskTable>) -> Extents {
+    fn finish(self, table: &Arc<DiskTable>) -> Extents {
         let extents = Extents::new(table);
-        for (number, found) in self.extents {
-            let generations = found.generations.into_iter();
-            let stored = StoredExtent::new(table, layout, found.place, generations);
+        for (number, stored) in self.extents {
             extents.insert(number, stored);
         }
         extents

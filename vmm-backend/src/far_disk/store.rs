@@ -300,13 +300,24 @@ impl Store {
         self.release_if_empty(extent, interrupt)
     }
 
+    /// The line to the server that has set room aside for an extent: by the part that each was made for, for
+    /// whoever claims the disk may name its servers in another order.
+    fn line_of(&self, extent: u32) -> usize {
+        let part = extent as usize % self.lines.len();
+        let is_of_part = |line: &Line| {
+            let disk = line.session.disk();
+            disk.is_some_and(|disk| disk.shape.part as usize == part)
+        };
+        self.lines.iter().position(is_of_part).unwrap_or(part)
+    }
+
     /// Leases a slab for an extent, whose whole range is held, and marks it as the extent's.
     fn begin(
         &self,
         extent: u32,
         interrupt: &Interrupt<'_>,
     ) -> Result<Arc<StoredExtent>, DiskFault> {
-        let number = extent as usize % self.lines.len();
+        let number = self.line_of(extent);
         let line = &self.lines[number];
         let slab = line.lease(interrupt)?;
         let header = encode_header(&self.keys.headers, extent);

@@ -4,10 +4,11 @@
 use std::thread;
 
 use outram_memserver::Server;
-use outram_wire::server::Extent;
+use outram_wire::server::{Extent, Refusal};
 
 use super::layout::Run;
 use super::*;
+use crate::remote::SessionEvent;
 use crate::remote::test_server::{self, Gate, PATIENCE, Pki, SLAB, anywhere, serve};
 
 pub(crate) const SIZE: u64 = 3 * SLAB;
@@ -457,6 +458,81 @@ fn the_former_claimant_cannot_drop_the_disk() {
     source.end(false);
     write(&destination, 4096, &[2; 4096]);
     assert_eq!(read(&destination, 0, 4096), Ok(vec![1; 4096]));
+}
+
+#[test]
+fn a_disk_that_is_being_claimed_can_be_interrupted() {
+    let world = World::new(&[SLAB]);
+    let source = world.create();
+    write(&source, 0, &[1; 4096]);
+    source.end(true);
+    let destination = incoming(world.config());
+    let flag = AtomicBool::new(true);
+    let outcome = destination.read(0, &mut [0; 4096], &Interrupt::by(&flag));
+    assert_eq!(outcome, Err(DiskFault::Interrupted));
+    assert_eq!(read(&destination, 0, 4096), Ok(vec![1; 4096]));
+}
+
+#[test]
+fn a_successor_waits_for_certificates_that_are_no_good() {
+    let world = World::new(&[SLAB]);
+    let source = world.create();
+    write(&source, 0, &[1; 4096]);
+    source.end(true);
+    // As in the middle of a renewal.
+    let key = &world.pki.client.key;
+    let aside = key.with_extension("aside");
+    std::fs::rename(key, &aside).expect("moved");
+    let destination = incoming(world.config());
+    thread::scope(|scope| {
+        let asked = scope.spawn(|| read(&destination, 0, 4096));
+        thread::sleep(Duration::from_millis(300));
+        assert!(!asked.is_finished());
+        std::fs::rename(&aside, key).expect("moved back");
+        assert_eq!(asked.join().expect("no panic"), Ok(vec![1; 4096]));
+    });
+}
+
+#[test]
+fn servers_in_another_order_have_what_was_set_aside() {
+    let world = World::new(&[SLAB, SLAB]);
+    let source = world.create();
+    // Extents take a little less than a slab: all of the first server's.
+    for place in [0, 2] {
+        write(&source, place * SLAB, &[1; 4096]);
+    }
+    source.end(true);
+    for server in &world.servers {
+        server.set_memory(server.stats().reserved_bytes);
+    }
+    let mut config = world.config();
+    config.remote.addresses.reverse();
+    let destination = incoming(config);
+    for offset in [SLAB, SIZE - 4096] {
+        write(&destination, offset, &[2; 4096]);
+    }
+    assert_eq!(world.leased_bytes(), 4 * SLAB);
+    assert_eq!(read(&destination, 2 * SLAB, 4096), Ok(vec![1; 4096]));
+}
+
+#[test]
+fn a_refusal_that_nobody_waited_for_is_no_later_ones() {
+    let world = World::new(&[SLAB]);
+    let disk = world.create();
+    write(&disk, 0, &[1; 4096]);
+    let store = match &*disk.access() {
+        Access::Open(store) => Arc::clone(store),
+        _ => panic!("it is open"),
+    };
+    let reason = Refusal::OutOfMemory {
+        reason: "for a moment".to_owned(),
+    };
+    store.lines[0]
+        .state
+        .hear(SessionEvent::LeaseRefused { server: 0, reason });
+    // Of the next extent, which needs a slab.
+    let written = store.write(SLAB, &[2; 4096], &Interrupt::never());
+    written.expect("there is room");
 }
 
 #[test]
