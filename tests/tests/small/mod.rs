@@ -13,7 +13,7 @@ use outram_backend::device::{
     Device, DeviceConfig, GuestMemory, HostRange, PinError, Pinned, TableRegion, wait_first_message,
 };
 use outram_backend::handover::discover::{self, RamBlock};
-use outram_backend::handover::{self, Options, Vmm};
+use outram_backend::handover::{self, MemfdId, Options, Vmm};
 use outram_tests::small_vmm::client::{Plan, SmallVmm};
 use outram_wire::units::PageSize;
 use vmm_sys_util::seek_hole::SeekHole;
@@ -177,6 +177,10 @@ impl GuestMemory for PlainRam {
             }
         }
         Ok(())
+    }
+
+    fn is_foreign(&self, _memfd: MemfdId) -> bool {
+        false
     }
 
     fn page_size(&self) -> PageSize {

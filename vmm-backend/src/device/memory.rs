@@ -66,6 +66,10 @@ pub trait GuestMemory: Send + Sync {
     /// knows, and learns their guest-physical addresses. An error cuts the connection.
     fn confirm(&self, regions: &[TableRegion]) -> Result<(), PinError>;
 
+    /// Whether memory that the front end tells of is none of the guest's RAM: an ivshmem's, an NVDIMM's. The
+    /// front end tells of all that has a descriptor.
+    fn is_foreign(&self, memfd: MemfdId) -> bool;
+
     /// Size of the pages that are pinned and mapped.
     fn page_size(&self) -> PageSize;
 

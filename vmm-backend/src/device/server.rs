@@ -56,6 +56,8 @@ pub(super) struct Connection {
 struct State {
     features: u64,
     regions: Vec<Arc<MappedRegion>>,
+    /// Guest address, VMM address and length of regions that are no RAM, and that no request may use.
+    foreign: Vec<[u64; 3]>,
     queues: Vec<QueueState>,
 }
 
@@ -115,6 +117,7 @@ impl Connection {
             state: Mutex::new(State {
                 features: 0,
                 regions: Vec::new(),
+                foreign: Vec::new(),
                 queues,
             }),
         }
@@ -128,6 +131,7 @@ impl Connection {
             *queue = QueueState::default();
         }
         state.regions.clear();
+        state.foreign.clear();
         self.replace_table(Table::default());
         self.shared.log.clear();
     }
@@ -212,8 +216,17 @@ impl Connection {
         &self,
         file: File,
         [guest_address, vmm_address, file_offset, length]: [u64; 4],
-    ) -> Result<Arc<MappedRegion>> {
+        foreign: &mut Vec<[u64; 3]>,
+    ) -> Result<Option<Arc<MappedRegion>>> {
         let memfd = MemfdId::of(&file).map_err(refuse)?;
+        if self.shared.memory.is_foreign(memfd) {
+            tracing::info!(
+                %memfd, bytes = length,
+                "the disk is told of memory that is none of the guest's RAM: no request can use it"
+            );
+            foreign.push([guest_address, vmm_address, length]);
+            return Ok(None);
+        }
         let info = TableRegion {
             memfd,
             file_offset,
@@ -223,7 +236,7 @@ impl Connection {
         };
         // One that is mapped already stays as it is.
         if let Some(known) = self.known_region(&info) {
-            return Ok(known);
+            return Ok(Some(known));
         }
         let size = self.shared.memory.page_size();
         let region = MappedRegion::map(&self.guard, info, file, size).map_err(|error| {
@@ -232,7 +245,7 @@ impl Connection {
                  cannot be used: {error}"
             ))
         })?;
-        Ok(Arc::new(region))
+        Ok(Some(Arc::new(region)))
     }
 
     fn known_region(&self, info: &TableRegion) -> Option<Arc<MappedRegion>> {
@@ -347,10 +360,11 @@ impl VhostUserBackendReqHandler for Connection {
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<u64>>> {
+        let mut foreign = Vec::new();
         let regions = table
             .iter()
             .zip(files)
-            .map(|(region, file)| {
+            .filter_map(|(region, file)| {
                 // Copied out: the message is packed.
                 let VhostUserMemoryRegion {
                     guest_phys_addr,
@@ -359,10 +373,13 @@ impl VhostUserBackendReqHandler for Connection {
                     mmap_offset,
                     ..
                 } = *region;
-                self.map_region(file, [guest_phys_addr, user_addr, mmap_offset, memory_size])
+                let fields = [guest_phys_addr, user_addr, mmap_offset, memory_size];
+                self.map_region(file, fields, &mut foreign).transpose()
             })
             .collect::<Result<Vec<_>>>()?;
-        self.set_regions(&mut self.state(), regions)?;
+        let mut state = self.state();
+        self.set_regions(&mut state, regions)?;
+        state.foreign = foreign;
         Ok(None)
     }
 
@@ -533,20 +550,27 @@ impl VhostUserBackendReqHandler for Connection {
     ) -> Result<Option<u64>> {
         let fields = region_fields(region);
         let mut state = self.state();
-        if state.regions.len() as u64 >= MAX_REGIONS {
+        if (state.regions.len() + state.foreign.len()) as u64 >= MAX_REGIONS {
             return Err(refuse(format_args!(
                 "more than {MAX_REGIONS} memory regions"
             )));
         }
         let mut regions = state.regions.clone();
-        regions.push(self.map_region(file, fields)?);
-        self.set_regions(&mut state, regions)?;
+        if let Some(region) = self.map_region(file, fields, &mut state.foreign)? {
+            regions.push(region);
+            self.set_regions(&mut state, regions)?;
+        }
         Ok(None)
     }
 
     fn remove_mem_region(&self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
         let [guest_address, vmm_address, _, length] = region_fields(region);
         let mut state = self.state();
+        let gone = [guest_address, vmm_address, length];
+        if let Some(place) = state.foreign.iter().position(|own| *own == gone) {
+            state.foreign.swap_remove(place);
+            return Ok(());
+        }
         let mut regions = state.regions.clone();
         let before = regions.len();
         regions.retain(|known| {

@@ -325,6 +325,10 @@ mod tests {
             Ok(())
         }
 
+        fn is_foreign(&self, _memfd: MemfdId) -> bool {
+            false
+        }
+
         fn page_size(&self) -> PageSize {
             PageSize::BASE
         }
@@ -414,6 +418,10 @@ mod tests {
 
         fn confirm(&self, _regions: &[TableRegion]) -> Result<(), PinError> {
             Ok(())
+        }
+
+        fn is_foreign(&self, _memfd: MemfdId) -> bool {
+            false
         }
 
         fn page_size(&self) -> PageSize {

@@ -14,6 +14,7 @@ use super::shard_thread::ShardEvent;
 use super::{Pager, lock};
 use crate::device::{GuestMemory, HostRange, PinError, Pinned, TableRegion};
 use crate::engine::{PageIndex, PageRun, PinRefused};
+use crate::handover::MemfdId;
 
 /// Most of one request: libvirt guests' largest usual I/O.
 const MOST_PER_PIN_BYTES: u64 = 1 << 20;
@@ -308,6 +309,20 @@ impl GuestMemory for Pager {
             }
         }
         Ok(())
+    }
+
+    fn is_foreign(&self, memfd: MemfdId) -> bool {
+        let is_known = self.ram.blocks().iter().any(|block| block.id == memfd);
+        if is_known || self.aside.has(memfd) {
+            return false;
+        }
+        let was_there = lock(&self.record).foreign.contains(&memfd.into());
+        // RAM that was plugged just now is mapped as every memory backend is. In doubt it is taken for that.
+        let is_backend = || match self.vmm.mappings() {
+            Ok(all) => all.iter().any(|mapping| mapping.id == memfd),
+            Err(_) => true,
+        };
+        was_there || !is_backend()
     }
 
     fn page_size(&self) -> PageSize {
