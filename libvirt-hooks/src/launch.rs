@@ -265,6 +265,10 @@ impl Launch {
             if let Some(mut started) = started {
                 started.end();
             }
+            if self.systemd {
+                // Until then something of it seems to be at work, and no word of this is left.
+                BackendUnit::of(self.vm).wait_for_end();
+            }
         }
         outcome
     }

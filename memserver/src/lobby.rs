@@ -8,8 +8,7 @@ use std::hash::Hash;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The lobby of connections from each `Who`; cloning shares it.
-#[derive(Clone)]
+/// The lobby of connections from each `Who`.
 pub(crate) struct Lobby<Who> {
     limit: usize,
     waiting: Arc<Mutex<Waiting<Who>>>,

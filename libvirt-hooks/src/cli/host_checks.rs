@@ -221,7 +221,8 @@ fn backend(paths: &Paths) -> Check {
             started.display(),
             path.display()
         );
-        return Check::fail(name, found, "outram setup");
+        let cure = "'outram setup'; where a package brought the unit, remove the other program";
+        return Check::fail(name, found, cure);
     }
     let output = Command::new(&path)
         .arg("--version")

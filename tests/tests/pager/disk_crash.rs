@@ -183,7 +183,9 @@ fn alone(lab: &Lab) -> Result<()> {
     std::thread::sleep(Duration::from_millis(100));
     guest.kill_backend()?;
     guest.take_over(lab, &wish)?;
-    disk_again(&mut guest)?;
+    guest.connect()?;
+    // Nothing pins its rings meanwhile: they may have left, and come back once the server makes room.
+    let again = guest.vmm.send(json!({"do": "disk-again"}))?;
     guest.demand_silence(sent[0])?;
     let parked = disk_of(&guest.status()?)?.state;
     ensure!(
@@ -191,6 +193,7 @@ fn alone(lab: &Lab) -> Result<()> {
         "opened without a server: {parked:?}"
     );
     server.signal(Signal::SIGCONT)?;
+    guest.answer(again)?;
     demand_answers(&mut guest, sent)?;
     // At rest all is where the table says.
     guest.kill_backend()?;

@@ -39,6 +39,10 @@ const UNDO_TIMEOUT: Duration = Duration::from_secs(60);
 /// whoever waits for memory that was unplugged hardly notices.
 const FOLLOW_MEMORY: Duration = Duration::from_millis(200);
 
+/// How often QEMU's open files are looked at: some hundred microseconds' work. A device that was plugged is in use
+/// hardly sooner, for the guest's kernel has to find it first.
+const FOLLOW_FILES: Duration = Duration::from_millis(500);
+
 /// `SIGKILL` in the kernel's mask of pending signals.
 const SIGKILL_BIT: u64 = 1 << (libc::SIGKILL - 1);
 
@@ -248,14 +252,18 @@ impl Guest {
 /// Follows memory that is plugged and unplugged, for as long as the guest lives.
 fn follow_memory(guest: &Weak<Guest>) {
     let (mut was_readable, mut were_files_seen) = (true, true);
+    let mut files_looked_at: Option<Instant> = None;
     while let Some(guest) = guest.upgrade() {
-        match guest.pager.follow_files() {
-            Ok(()) => were_files_seen = true,
-            Err(error) if were_files_seen && !guest.vmm.has_ended() => {
-                were_files_seen = false;
-                tracing::warn!(%error, "QEMU's open files cannot be looked at: a disk plugged with cache='none' is not noticed");
+        if files_looked_at.is_none_or(|last| last.elapsed() >= FOLLOW_FILES) {
+            files_looked_at = Some(Instant::now());
+            match guest.pager.follow_files() {
+                Ok(()) => were_files_seen = true,
+                Err(error) if were_files_seen && !guest.vmm.has_ended() => {
+                    were_files_seen = false;
+                    tracing::warn!(%error, "QEMU's open files cannot be looked at: a disk plugged with cache='none' is not noticed");
+                }
+                Err(_) => {}
             }
-            Err(_) => {}
         }
         match guest.pager.follow_memory() {
             Ok(gone) => {

@@ -210,6 +210,10 @@ impl Orphan {
             data_connections: uffds.len() + 1,
             ..remote.clone()
         };
+        // What was plugged into the guest is there still; why nothing is evicted is looked up soon.
+        if matches!(self.vmm.forbidden_file(), Ok(Some(_))) {
+            shared.pace.suspend_eviction(true);
+        }
         let (sender, events) = unbounded();
         let servers = remote.addresses.len();
         let each = standing.reserve_bytes(servers);

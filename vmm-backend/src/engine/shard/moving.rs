@@ -1,5 +1,5 @@
-//! Moving pages out of a slab that its server wants back: fetched, staged, and written elsewhere,
-//! a few at a time, behind everything that the guest waits for.
+//! Moving pages out of a slab that its server wants back: fetched, staged, and written elsewhere (or brought home,
+//! where there is no staging), a few at a time, behind everything that the guest waits for.
 
 use super::*;
 use crate::engine::StagedPage;
@@ -76,8 +76,9 @@ impl<P: Ports> Shard<P> {
             let is_near = entry
                 .slot
                 .is_some_and(|slot| self.shared.slots.is_within_reach(slot));
-            // A guest that may have all of its memory here has no staging: there the page comes home.
-            let comes_home = capacity == 0;
+            // A guest that may have all of its memory here has no staging: there the page comes home. A huge one may
+            // be missing from the host's pool.
+            let comes_home = capacity == 0 && !self.shared.page_size.is_huge();
             if !is_near || !comes_home && !self.shared.slots.may_move() {
                 return;
             }
