@@ -184,7 +184,7 @@ fn alone(lab: &Lab) -> Result<()> {
     guest.kill_backend()?;
     guest.take_over(lab, &wish)?;
     guest.connect()?;
-    // Nothing pins its rings meanwhile: they may have left, and come back once the server makes room.
+    // A vCPU whose buffers have left holds its rings until the server gives them back.
     let again = guest.vmm.send(json!({"do": "disk-again"}))?;
     guest.demand_silence(sent[0])?;
     let parked = disk_of(&guest.status()?)?.state;
