@@ -309,6 +309,18 @@ fn a_domain_without_any_server_is_refused() {
 }
 
 #[test]
+fn a_refused_start_is_found_by_its_name_where_libvirt_cannot_be_asked() {
+    let host = Host::new();
+    let domain = host.domain("other").replace("local-ratio", "local-ration");
+    assert!(hook::prepare_start(domain.as_bytes(), &host.paths).is_err());
+    for name in ["other", UUID] {
+        let found = report::find_guest(name, Some("test:///default"), &host.paths);
+        assert_eq!(found.expect("noted").vm.to_string(), UUID);
+    }
+    assert!(report::find_guest("another", Some("test:///default"), &host.paths).is_err());
+}
+
+#[test]
 fn a_missing_backend_is_told() {
     let mut host = Host::new();
     host.paths.backend = Some(host.dir.path().join("nothing"));

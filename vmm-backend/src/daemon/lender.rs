@@ -405,4 +405,21 @@ mod tests {
         assert!(matches!(refused, Err(LendError::User(..))), "{refused:?}");
         lender.run(Errand::Bind, came.shown()).expect("bound");
     }
+
+    #[test]
+    fn an_errand_of_a_later_build_is_answered_and_the_next_is_run() {
+        let root = tempfile::tempdir().expect("a folder");
+        let (_listener, lender) = listen(root.path());
+        let (ours, theirs) = powers::pair().expect("a socket");
+        lender.lend(theirs).expect("a thread");
+        for errand in ["\"no-such-errand\"", "{\"kill\":7}", "\"kill\""] {
+            let asked: serde_json::Value = serde_json::from_str(errand).expect("JSON");
+            powers::send(ours.as_fd(), &asked, &[]).expect("sent");
+            let answer = powers::receive::<Answer>(ours.as_fd()).expect("an answer");
+            assert!(
+                matches!(answer, Some((Answer::Failed { .. }, _))),
+                "{errand}: {answer:?}"
+            );
+        }
+    }
 }
