@@ -94,9 +94,7 @@ impl fmt::Display for BackendUnit {
 
 /// The program that every backend's unit starts; none where systemd has no such unit.
 pub fn program() -> Option<PathBuf> {
-    let any = UNIT_FILE.replace('@', "@any");
-    let output = systemctl(&["show", "--property", "ExecStart", &any]).ok()?;
-    program_in(&String::from_utf8_lossy(&output.stdout))
+    program_in(&shown("ExecStart")?)
 }
 
 /// As `systemctl show` writes it.
@@ -117,11 +115,15 @@ pub struct MemoryLimit {
 
 /// The limit of every backend's unit, drop-ins included; none where systemd has no such unit.
 pub fn memory_limit() -> Option<MemoryLimit> {
-    let properties = "LoadState,LimitMEMLOCK,CapabilityBoundingSet";
+    memory_limit_in(&shown("LoadState,LimitMEMLOCK,CapabilityBoundingSet")?)
+}
+
+/// Properties of every backend's unit, drop-ins included, as `systemctl show` writes them.
+fn shown(properties: &str) -> Option<String> {
     // Of a template systemd shows an instance alone.
     let any = UNIT_FILE.replace('@', "@any");
     let output = systemctl(&["show", "--property", properties, &any]).ok()?;
-    memory_limit_in(&String::from_utf8_lossy(&output.stdout))
+    Some(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// As `systemctl show` writes it.

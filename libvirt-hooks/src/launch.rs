@@ -408,12 +408,9 @@ impl Started {
 /// there. Best effort: the same text reaches whoever started it.
 pub fn note_refusal(run: &Path, vm: VmId, name: &str, text: &str) {
     let run_dir = run.join(vm.to_string());
-    let is_free = || {
-        let status = BackendControl::of(&run_dir).status();
-        matches!(status, Err(ControlError::NotRunning(_))) && !is_supervised(&run_dir)
-    };
-    let made = || make_run_dir(&run_dir).is_ok();
-    if is_free() && made() && fs::write(name_file(run, vm), name).is_ok() {
+    let status = BackendControl::of(&run_dir).status();
+    let is_free = matches!(status, Err(ControlError::NotRunning(_))) && !is_supervised(&run_dir);
+    if is_free && make_run_dir(&run_dir).is_ok() && fs::write(name_file(run, vm), name).is_ok() {
         let _ = fs::write(run_dir.join(ERROR_FILE), format!("{text}\n"));
     }
 }

@@ -380,20 +380,23 @@ impl Ledger {
     }
 
     fn may_lend_another(&self) -> bool {
-        let books = self.books();
-        let lent = self.lent_bytes.load(Ordering::Acquire);
-        lent + books.held_back_bytes() + self.terms.slab_bytes <= books.memory_bytes
+        self.unlent_bytes(&self.books()) >= self.terms.slab_bytes
+    }
+
+    /// What is neither lent nor held back for disks.
+    fn unlent_bytes(&self, books: &Books) -> u64 {
+        let taken = self.lent_bytes.load(Ordering::Acquire) + books.held_back_bytes();
+        books.memory_bytes.saturating_sub(taken)
     }
 
     /// What could be leased at once, where its reservation allows. What may be lent can have been lowered since
     /// that was made: it is the guests who then have to do with less, and give slabs back. A disk has nowhere else
     /// to write to, and what was set aside for it stays so.
     fn free_to_lend(&self, books: &Books, holder: Holder) -> u64 {
-        if holder.is_disk() {
-            return u64::MAX;
+        match holder.is_disk() {
+            true => u64::MAX,
+            false => self.unlent_bytes(books),
         }
-        let taken = self.lent_bytes.load(Ordering::Acquire) + books.held_back_bytes();
-        books.memory_bytes.saturating_sub(taken)
     }
 
     /// Changes what may be lent, and asks clients for slabs back where more is leased, or is held back for disks;

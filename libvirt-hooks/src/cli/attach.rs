@@ -191,13 +191,9 @@ impl AttachArguments {
         let defined = libvirt.define(&edit.edited.to_text()?)?;
         note_additions(&edit.before, &defined)?;
         report(&name, &edit.changes, false);
-        let disk_of = |domain| {
-            metadata::read(domain)
-                .ok()
-                .flatten()
-                .filter(|s| s.disk.is_some())
-        };
-        if let (Some(former), None) = (disk_of(&edit.before), disk_of(&edit.edited)) {
+        if self.disk_size == Some(DiskSize::None)
+            && let Some(former) = metadata::read(&edit.before).ok().flatten()
+        {
             tell_of_disk(&former, found.vm_id()?);
         }
         if found.is_active()? {
@@ -215,17 +211,12 @@ impl AttachArguments {
         request: &AttachRequest,
         paths: &Paths,
     ) -> Result<Edit> {
-        check_editable(found, name)?;
-        let text = found.definition()?;
-        let mut edited = DomainXml::parse(&text)?;
-        let changes = attachment::attach(&mut edited, &paths.run, request)?;
-        check_result(&edited, name, paths)?;
-        warn_about_limit(&edited, request.limit)?;
-        Ok(Edit {
-            before: DomainXml::parse(&text)?,
-            edited,
-            changes,
-        })
+        let edit = Edit::of(found, name, |domain| {
+            Ok(attachment::attach(domain, &paths.run, request)?)
+        })?;
+        check_result(&edit.edited, name, paths)?;
+        warn_about_limit(&edit.edited, request.limit)?;
+        Ok(edit)
     }
 
     fn attach_live(
@@ -255,6 +246,25 @@ struct Edit {
     before: DomainXml,
     edited: DomainXml,
     changes: Vec<Change>,
+}
+
+impl Edit {
+    /// Changes a domain's definition as it is now; it is not defined anew yet.
+    fn of(
+        found: &LibvirtDomain,
+        name: &str,
+        change: impl FnOnce(&mut DomainXml) -> Result<Vec<Change>>,
+    ) -> Result<Self> {
+        check_editable(found, name)?;
+        let text = found.definition()?;
+        let mut edited = DomainXml::parse(&text)?;
+        let changes = change(&mut edited)?;
+        Ok(Self {
+            before: DomainXml::parse(&text)?,
+            edited,
+            changes,
+        })
+    }
 }
 
 impl DetachArguments {
@@ -300,14 +310,8 @@ impl DetachArguments {
     }
 
     fn edit(found: &LibvirtDomain, name: &str, paths: &Paths) -> Result<Edit> {
-        check_editable(found, name)?;
-        let text = found.definition()?;
-        let mut edited = DomainXml::parse(&text)?;
-        let changes = attachment::detach(&mut edited, &paths.run)?;
-        Ok(Edit {
-            before: DomainXml::parse(&text)?,
-            edited,
-            changes,
+        Edit::of(found, name, |domain| {
+            Ok(attachment::detach(domain, &paths.run)?)
         })
     }
 

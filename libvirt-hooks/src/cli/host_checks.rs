@@ -214,7 +214,7 @@ fn backend(paths: &Paths) -> Check {
         Ok(path) => path,
         Err(error) => return Check::fail(name, error.to_string(), ""),
     };
-    let started = backend_unit::program().filter(|_| paths.systemd);
+    let started = paths.systemd.then(backend_unit::program).flatten();
     if let Some(started) = started.filter(|started| !is_same_file(started, &path)) {
         let found = format!(
             "{UNIT_FILE} starts {}, not {}",

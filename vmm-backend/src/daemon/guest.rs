@@ -256,14 +256,7 @@ fn follow_memory(guest: &Weak<Guest>) {
     while let Some(guest) = guest.upgrade() {
         if files_looked_at.is_none_or(|last| last.elapsed() >= FOLLOW_FILES) {
             files_looked_at = Some(Instant::now());
-            match guest.pager.follow_files() {
-                Ok(()) => were_files_seen = true,
-                Err(error) if were_files_seen && !guest.vmm.has_ended() => {
-                    were_files_seen = false;
-                    tracing::warn!(%error, "QEMU's open files cannot be looked at: a disk plugged with cache='none' is not noticed");
-                }
-                Err(_) => {}
-            }
+            follow_files(&guest, &mut were_files_seen);
         }
         match guest.pager.follow_memory() {
             Ok(gone) => {
@@ -280,6 +273,18 @@ fn follow_memory(guest: &Weak<Guest>) {
         }
         drop(guest);
         std::thread::sleep(FOLLOW_MEMORY);
+    }
+}
+
+/// Looks at QEMU's open files; whether they could be seen is told where it changes to no.
+fn follow_files(guest: &Guest, were_seen: &mut bool) {
+    match guest.pager.follow_files() {
+        Ok(()) => *were_seen = true,
+        Err(error) if *were_seen && !guest.vmm.has_ended() => {
+            *were_seen = false;
+            tracing::warn!(%error, "QEMU's open files cannot be looked at: a disk plugged with cache='none' is not noticed");
+        }
+        Err(_) => {}
     }
 }
 

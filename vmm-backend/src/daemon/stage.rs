@@ -182,7 +182,7 @@ impl Daemon {
         };
         let (phase, detail) = phase(&stage, &memory, &servers);
         let hindrance = guest.and_then(|guest| guest.pager.hindrance());
-        let (phase, detail) = hindered(phase, detail, hindrance, &memory);
+        let (phase, detail) = hindered(phase, detail, hindrance, memory.waiting_faults);
         let limit = guest.map_or(self.config.limit, |guest| guest.pager.limit());
         Status {
             vm: self.config.vm,
@@ -334,7 +334,7 @@ fn phase(
                     Some(detail.map_or(lost.clone(), |detail| format!("{lost}; {detail}"))),
                 )
             }
-            None => (Phase::Serving, shrinking(memory)),
+            None if guest.pager.hindrance().is_none() => (Phase::Serving, shrinking(memory)),
             detail => (Phase::Serving, detail),
         },
     }
@@ -345,20 +345,18 @@ fn hindered(
     phase: Phase,
     detail: Option<String>,
     hindrance: Option<String>,
-    memory: &MemoryReport,
+    waiting_faults: u64,
 ) -> (Phase, Option<String>) {
     match (phase, hindrance) {
         (Phase::Serving | Phase::Stalled, Some(hindrance)) => {
             let words = format!(
                 "nothing is evicted, so that the guest waits once it needs room, which a higher limit gives it: {hindrance}"
             );
-            let phase = match memory.waiting_faults {
+            let phase = match waiting_faults {
                 0 => phase,
                 _ => Phase::Stalled,
             };
-            // Nothing is on its way out.
-            let further = detail.filter(|detail| shrinking(memory).as_ref() != Some(detail));
-            let further = further
+            let further = detail
                 .map(|detail| format!("; {detail}"))
                 .unwrap_or_default();
             (phase, Some(words + &further))

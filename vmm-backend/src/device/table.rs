@@ -297,7 +297,7 @@ impl Buffers for PinnedBuffers<'_> {
 mod tests {
     use std::os::unix::fs::FileExt;
     use std::sync::Mutex;
-    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::sync::mpsc::channel;
 
     use super::super::memory::{PinError, Pinned};
     use super::*;
@@ -309,6 +309,18 @@ mod tests {
     struct Resident {
         pins: Mutex<Vec<Vec<HostRange>>>,
         most: usize,
+        /// What each pin waits for.
+        wait: Box<dyn Fn() + Send + Sync>,
+    }
+
+    impl Resident {
+        fn new(most: usize) -> Self {
+            Self {
+                pins: Mutex::default(),
+                most,
+                wait: Box::new(|| {}),
+            }
+        }
     }
 
     struct Nothing;
@@ -316,6 +328,7 @@ mod tests {
 
     impl GuestMemory for Resident {
         fn pin(&self, ranges: &[HostRange], _write: bool) -> Result<Box<dyn Pinned>, PinError> {
+            (self.wait)();
             let mut pins = self.pins.lock().expect("not poisoned");
             pins.push(ranges.to_vec());
             Ok(Box::new(Nothing))
@@ -362,10 +375,7 @@ mod tests {
     #[test]
     fn buffers_cross_regions_and_pins_stay_small() {
         let (table, file) = table();
-        let memory = Resident {
-            pins: Mutex::new(Vec::new()),
-            most: 2,
-        };
+        let memory = Resident::new(2);
         let strays = AtomicU64::new(0);
         let buffers = PinnedBuffers {
             table: &RwLock::new(Arc::new(table)),
@@ -402,37 +412,6 @@ mod tests {
         }
     }
 
-    /// A page of it is waited for until the test says so, the first time.
-    struct Waiting {
-        asked: Sender<()>,
-        come: Mutex<Receiver<()>>,
-    }
-
-    impl GuestMemory for Waiting {
-        fn pin(&self, _ranges: &[HostRange], _write: bool) -> Result<Box<dyn Pinned>, PinError> {
-            let _ = self.asked.send(());
-            // Once the test's end is closed, nobody waits.
-            let _ = self.come.lock().expect("not poisoned").recv();
-            Ok(Box::new(Nothing))
-        }
-
-        fn confirm(&self, _regions: &[TableRegion]) -> Result<(), PinError> {
-            Ok(())
-        }
-
-        fn is_foreign(&self, _memfd: MemfdId) -> bool {
-            false
-        }
-
-        fn page_size(&self) -> PageSize {
-            PageSize::BASE
-        }
-
-        fn max_pages_per_pin(&self) -> usize {
-            1
-        }
-    }
-
     #[test]
     fn a_table_is_replaced_while_a_page_is_waited_for() {
         let (former, _former_file) = table();
@@ -442,9 +421,14 @@ mod tests {
             .expect("room");
         let (asked, is_asked) = channel();
         let (comes, come) = channel();
-        let memory = Waiting {
-            asked,
-            come: Mutex::new(come),
+        let come = Mutex::new(come);
+        let memory = Resident {
+            wait: Box::new(move || {
+                let _ = asked.send(());
+                // Once the test's end is closed, nobody waits.
+                let _ = come.lock().expect("not poisoned").recv();
+            }),
+            ..Resident::new(1)
         };
         let current = RwLock::new(Arc::new(former));
         let (strays, log) = (AtomicU64::new(0), DirtyLog::default());
@@ -478,10 +462,7 @@ mod tests {
     #[test]
     fn what_is_outside_is_refused_before_any_pin() {
         let (table, _file) = table();
-        let memory = Resident {
-            pins: Mutex::new(Vec::new()),
-            most: 16,
-        };
+        let memory = Resident::new(16);
         let strays = AtomicU64::new(0);
         let buffers = PinnedBuffers {
             table: &RwLock::new(Arc::new(table)),

@@ -626,19 +626,14 @@ impl ShardThread {
         }
         let range = self.shard.range();
         let gone = self.unmapped.clone();
-        // Unplugged, and not forgotten by all yet.
-        let parts = self.shard.ports().ram.parts(range).into_iter();
-        let left: Vec<PageRun> = parts
-            .filter(|part| !self.shard.is_plugged(part.first))
-            .collect();
+        let mut parts = self.shard.ports().ram.parts(range);
+        // What was unplugged is not forgotten by all yet.
+        parts.retain(|part| self.shard.is_plugged(part.first));
         let ports = self.shard.ports();
-        for part in ports.ram.parts(range) {
+        for part in parts {
             let Some((start, length)) = ports.ram.address_range(part) else {
                 continue;
             };
-            if left.contains(&part) {
-                continue;
-            }
             if let Err(source) = ports.uffd.unregister(start, length) {
                 if gone.iter().any(|run| intersect(*run, part).is_some()) {
                     continue;
