@@ -32,8 +32,6 @@ pub(crate) struct Desk {
     pub(crate) metrics: Metrics,
     /// Which RDMA device is used.
     pub(crate) rdma: Choice,
-    /// Data connections and queue pairs that a client may have.
-    pub(crate) max_data_connections: usize,
 }
 
 /// Serves the client until it goes, or must go. It keeps its place among the callers for as long as it
@@ -313,7 +311,7 @@ fn open_pair(desk: &Desk, hold: &Hold, end: &End, epoch: u64) -> Result<Reply, R
             expected: "a queue pair's end that there can be".to_owned(),
         });
     }
-    let limit = desk.max_data_connections;
+    let limit = desk.ledger.terms.max_data_connections;
     match hold.session.open_pair(end, epoch, limit) {
         Ok(Answer { end, probe, proof }) => Ok(Reply::QueuePair { end, probe, proof }),
         Err(PairError::Cut) => Err(Refusal::SessionEnded),

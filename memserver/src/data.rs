@@ -5,13 +5,16 @@
 //! dozens, and each answer by itself would wake its reader. But the first of them is sent at once, for it
 //! may be the fault's.
 //!
-//! Per connection there is one thread and a small buffer. A client that stops reading stops its own
+//! Per connection there is one thread and a small buffer; what a write to a disk is [gathered] in is bounded for all of
+//! them. A client that stops reading stops its own
 //! thread, which gives up after a while; a frame against the protocol ends the connection.
+//!
+//! [gathered]: crate::gathering
 
 use std::io::{self, Read};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use outram_wire::server::Extent;
 use outram_wire::server::data::{
@@ -20,6 +23,7 @@ use outram_wire::server::data::{
 };
 use prometheus_client::metrics::counter::Counter;
 
+use crate::gathering::Gatherer;
 use crate::metrics::{Metrics, Of, Operation};
 use crate::session::Admitted;
 use crate::slab::{self, Part, Piece, Vectors};
@@ -34,8 +38,12 @@ const GATHER_BYTES: usize = 60 << 10;
 /// ... nor do any where the next might take more parts than one call does.
 const GATHER_PARTS: usize = Vectors::MAX - (1 + data::MAX_EXTENTS);
 
-/// What a disk's connection keeps of the memory that it gathered a write in: nobody accounts for it.
-const GATHERED_KEPT_BYTES: usize = 64 << 10;
+/// What memory to gather a write in begins with; from then on it doubles as bytes arrive.
+const FIRST_GATHERED_BYTES: usize = 64 << 10;
+
+/// Whoever sends a write to a disk more slowly than this, and [`STALL_TIMEOUT`] beside, is left: others wait for the
+/// memory that it is gathered in. No network that a disk is usable over is so slow.
+const SLOWEST_BYTES_PER_S: u64 = 128 << 10;
 
 /// A peer that neither sends the rest of a request nor takes a reply for so long is left.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
@@ -65,13 +73,17 @@ pub(crate) struct Service<'a> {
     pieces: Vec<Piece>,
     answers: Answers,
     vectors: Vectors,
-    /// Where a write to a disk is gathered.
-    gathered: Vec<u8>,
+    gatherer: Gatherer<'a>,
 }
 
 impl<'a> Service<'a> {
     /// Takes a blocking socket whose hello was answered.
-    pub(crate) fn new(socket: &'a TcpStream, session: &'a Admitted, metrics: &'a Metrics) -> Self {
+    pub(crate) fn new(
+        socket: &'a TcpStream,
+        session: &'a Admitted,
+        metrics: &'a Metrics,
+        gatherer: Gatherer<'a>,
+    ) -> Self {
         Self {
             socket,
             session,
@@ -85,7 +97,7 @@ impl<'a> Service<'a> {
             pieces: Vec::new(),
             answers: Answers::default(),
             vectors: Vectors::default(),
-            gathered: Vec::new(),
+            gatherer,
         }
     }
 
@@ -203,19 +215,24 @@ impl<'a> Service<'a> {
     /// Carries out a write to a disk once all of it has arrived: a client or a connection that dies
     /// amid a request leaves what was there before, so that a block and its tag always match.
     fn take_bytes_whole(&mut self, id: u64, total: usize) -> Result<(), DataEnd> {
-        let here = total.min(self.end - self.start);
-        self.gathered.clear();
-        self.gathered.reserve_exact(total);
-        let buffered = &self.buffer[self.start..self.start + here];
-        self.gathered.extend_from_slice(buffered);
-        self.start += here;
-        self.gathered.resize(total, 0);
-        let mut socket = self.socket;
-        socket.read_exact(&mut self.gathered[here..])?;
-        slab::store(&self.pieces, &self.gathered);
-        if self.gathered.capacity() > GATHERED_KEPT_BYTES {
-            self.gathered = Vec::new();
+        if self.start == self.end && self.read_more()? == 0 {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
         }
+        let here = total.min(self.end - self.start);
+        let buffered = &self.buffer[self.start..self.start + here];
+        if here == total {
+            slab::store(&self.pieces, buffered);
+        } else {
+            // Not before some of it is here: who announces a write and sends none of it keeps others from nothing.
+            let until = Instant::now() + STALL_TIMEOUT;
+            let taken = self.gatherer.take(total, until, || self.session.is_cut());
+            let _portion = taken.ok_or(io::Error::from(io::ErrorKind::TimedOut))?;
+            let seconds = total as u64 / SLOWEST_BYTES_PER_S;
+            let until = Instant::now() + STALL_TIMEOUT + Duration::from_secs(seconds);
+            let gathered = gather(self.socket, buffered, total, until)?;
+            slab::store(&self.pieces, &gathered);
+        }
+        self.start += here;
         self.acknowledge(id, total)
     }
 
@@ -286,6 +303,30 @@ impl<'a> Service<'a> {
         self.answers.clear();
         Ok(())
     }
+}
+
+/// The `total` bytes that begin with those `here`, once the others have come from `source`. It is asked for none after
+/// `until`.
+fn gather(mut source: impl Read, here: &[u8], total: usize, until: Instant) -> io::Result<Vec<u8>> {
+    let mut gathered = Vec::with_capacity(total);
+    gathered.extend_from_slice(here);
+    let mut filled = here.len();
+    while filled < total {
+        if Instant::now() >= until {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        if filled == gathered.len() {
+            // Memory that nothing was written to is not taken from the system.
+            gathered.resize(total.min(FIRST_GATHERED_BYTES.max(2 * filled)), 0);
+        }
+        match source.read(&mut gathered[filled..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(gathered)
 }
 
 /// Counters of requests: to look them up costs what many a request does in all.
@@ -377,5 +418,78 @@ mod tests {
         assert!(!has_read(&write), "its answer waits for its bytes");
         read[0] = 99;
         assert!(!has_read(&read), "it is not answered");
+    }
+
+    /// Sends so many bytes at a time, each its place's, and remembers the most memory that it was given.
+    struct Source {
+        at_a_time: usize,
+        sent: usize,
+        most_given: usize,
+    }
+
+    impl Read for &mut Source {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            self.most_given = self.most_given.max(self.sent + into.len());
+            let sent = into.len().min(self.at_a_time);
+            for (byte, place) in into[..sent].iter_mut().zip(self.sent..) {
+                *byte = place as u8;
+            }
+            self.sent += sent;
+            Ok(sent)
+        }
+    }
+
+    fn source(at_a_time: usize) -> Source {
+        Source {
+            at_a_time,
+            sent: 3,
+            most_given: 0,
+        }
+    }
+
+    #[test]
+    fn what_is_gathered_is_what_came() {
+        let some_day = Instant::now() + Duration::from_secs(3600);
+        for at_a_time in [1000, data::MAX_PAYLOAD_BYTES] {
+            let total = data::MAX_PAYLOAD_BYTES - 5;
+            let mut source = source(at_a_time);
+            let gathered = gather(&mut source, &[0, 1, 2], total, some_day).expect("it came");
+            let right = |(place, byte): (usize, &u8)| *byte == place as u8;
+            assert_eq!((gathered.len(), source.sent), (total, total));
+            assert!(gathered.iter().enumerate().all(right));
+        }
+    }
+
+    /// Its end comes after so many bytes.
+    struct Ending(Source, usize);
+
+    impl Read for &mut Ending {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            match self.0.sent < self.1 {
+                true => (&mut self.0).read(into),
+                false => Ok(0),
+            }
+        }
+    }
+
+    #[test]
+    fn memory_to_gather_in_grows_as_bytes_arrive() {
+        let some_day = Instant::now() + Duration::from_secs(3600);
+        for arrived in [1, FIRST_GATHERED_BYTES, 1 << 20] {
+            let mut ending = Ending(source(512), arrived);
+            let gathered = gather(&mut ending, &[0, 1, 2], data::MAX_PAYLOAD_BYTES, some_day);
+            let error = gathered.expect_err("it ended");
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+            let most = FIRST_GATHERED_BYTES.max(2 * ending.0.sent);
+            assert!(ending.0.most_given <= most, "{arrived} bytes arrived");
+        }
+    }
+
+    #[test]
+    fn who_dribbles_a_write_is_left() {
+        let mut dribbling = source(1);
+        let gathered = gather(&mut dribbling, &[0, 1, 2], 1 << 20, Instant::now());
+        let error = gathered.expect_err("its time is over");
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 }

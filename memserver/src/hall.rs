@@ -18,6 +18,8 @@ use rustls::ServerConfig;
 use crate::config::Config;
 use crate::control::{self, Desk};
 use crate::data::{DataEnd, STALL_TIMEOUT, Service};
+use crate::gathering::Gathering;
+use crate::ledger::Redeemed;
 use crate::lobby::{Lobby, Place};
 use crate::metrics::{Connection, Stranger};
 
@@ -26,8 +28,7 @@ const STACK_BYTES: usize = 512 * 1024;
 /// After so long without an answer from a client's machine the kernel gives a connection up.
 const DEAD_AFTER: Duration = Duration::from_secs(60);
 
-/// Data connections of a disk at most: writes to it are gathered, in memory that is in nobody's account. Backends
-/// have four.
+/// Data connections of a disk at most: writes to it are gathered, each in memory of its own. Backends have four.
 const MOST_OF_A_DISK: usize = 8;
 
 /// What every connection's thread shares.
@@ -38,6 +39,8 @@ pub(crate) struct Hall {
     /// Control connections with a certificate and without a session: on their way to one, or observers.
     pub(crate) callers: Lobby<ClientName>,
     pub(crate) config: Config,
+    /// Where writes to disks are gathered.
+    gathering: Gathering,
     identity: RwLock<Arc<Identity<ServerConfig>>>,
     /// Control connections that are known by their certificates.
     controls: AtomicUsize,
@@ -56,6 +59,7 @@ impl Hall {
             // All guests and disks may come at once, after a failure of the network.
             callers: Lobby::new(2 * config.max_guests + config.max_strangers),
             config,
+            gathering: Gathering::default(),
             identity: RwLock::new(Arc::new(identity)),
             controls: AtomicUsize::new(0),
             threads: Mutex::new(0),
@@ -194,7 +198,7 @@ impl Hall {
             Ok(token) => token,
             Err(error) => return self.turn_away(from, Stranger::Protocol, &error),
         };
-        let Some((session, epoch)) = self.desk.ledger.redeem_token(&token) else {
+        let Some(redeemed) = self.desk.ledger.redeem_token(&token) else {
             return self.turn_away(
                 from,
                 Stranger::Token,
@@ -202,6 +206,11 @@ impl Hall {
             );
         };
         drop(place);
+        let Redeemed {
+            session,
+            client,
+            epoch,
+        } = redeemed;
         let holder = session.holder;
         let most = match holder.is_disk() {
             true => MOST_OF_A_DISK.min(self.config.max_data_connections),
@@ -219,9 +228,10 @@ impl Hall {
             return self.turn_away(from, Stranger::Limit, &"too many data connections");
         };
         let _counted = self.desk.metrics.connected(Connection::Data);
+        let gatherer = self.gathering.of(&client);
         let served = welcomed
             .map_err(DataEnd::Io)
-            .and_then(|()| Service::new(socket, &admitted, &self.desk.metrics).run());
+            .and_then(|()| Service::new(socket, &admitted, &self.desk.metrics, gatherer).run());
         match served {
             Ok(()) => {}
             Err(DataEnd::Breach(error)) => {

@@ -3,7 +3,7 @@
 //! Requests on control connections are rare, so one lock is enough; data connections never take it.
 //! It is not held across I/O, nor while memory is given back to the system.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, BinaryHeap, HashMap};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,8 +32,6 @@ use disks::DiskAccount;
 
 /// How long the threads of a fenced session get to finish what they are at: copying a few MiB.
 const FENCE_TIMEOUT: Duration = Duration::from_secs(4);
-/// Most tokens of a session that are not used yet; the oldest makes room.
-const MAX_TOKENS: usize = 64;
 
 /// What the ledger may give.
 #[derive(Clone, Debug)]
@@ -41,6 +39,8 @@ pub(crate) struct Terms {
     pub(crate) slab_bytes: u64,
     pub(crate) lease_timeout: Duration,
     pub(crate) max_sessions: usize,
+    /// Data connections and queue pairs that a session may have at most, and tokens that are not used yet.
+    pub(crate) max_data_connections: usize,
     /// What is set aside for the clients of one certificate at most, if that is bounded.
     pub(crate) client_bytes: Option<u64>,
     /// A token not used for so long is void.
@@ -75,6 +75,8 @@ struct Account {
     next_slab: u64,
     /// Which of all accounts ever opened it is.
     opened: u64,
+    /// Until then it keeps others out though it has nothing.
+    settled_at: BootTime,
     reserved_bytes: u64,
     renewed_at: BootTime,
     control: Option<Arc<Control>>,
@@ -96,9 +98,9 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Leaves a message for the connection's own thread to send.
-    fn post(&self, message: ServerMessage) {
-        self.lock_outbox().push(message);
+    /// Leaves messages for the connection's own thread to send.
+    fn post(&self, messages: impl IntoIterator<Item = ServerMessage>) {
+        self.lock_outbox().extend(messages);
         // A counter at its top means that the thread has wake-ups enough.
         let _ = self.waker.write(1);
     }
@@ -130,6 +132,15 @@ pub(crate) struct Hold {
     pub(crate) reserved_bytes: u64,
     pub(crate) held: Vec<SlabId>,
     pub(crate) disk: Option<DiskWelcome>,
+}
+
+/// What a token was for.
+pub(crate) struct Redeemed {
+    pub(crate) session: Arc<Session>,
+    /// The certificate of whoever holds it.
+    pub(crate) client: ClientName,
+    /// The session's epoch: a client that takes it over from then on ends that.
+    pub(crate) epoch: u64,
 }
 
 /// How a session came to its end.
@@ -271,7 +282,8 @@ impl Ledger {
         let account = account_of(&mut books, hold)?;
         let now = BootTime::now();
         account.tokens.retain(|(_, until)| *until > now);
-        if account.tokens.len() >= MAX_TOKENS {
+        // All of its connections may be made at once; the oldest makes room.
+        if account.tokens.len() >= self.terms.max_data_connections.max(1) {
             account.tokens.remove(0);
         }
         account
@@ -280,16 +292,18 @@ impl Ledger {
         Ok(token)
     }
 
-    /// The session that a token is for, and its epoch: a client that takes the session over from
-    /// now on ends that. The token is void from then on.
-    pub(crate) fn redeem_token(&self, token: &Token) -> Option<(Arc<Session>, u64)> {
+    /// What a token is for. It is void from then on.
+    pub(crate) fn redeem_token(&self, token: &Token) -> Option<Redeemed> {
         let now = BootTime::now();
         let mut books = self.books();
         books.accounts.values_mut().find_map(|account| {
             let place = account.tokens.iter().position(|(own, _)| own == token)?;
             let (_, until) = account.tokens.remove(place);
-            let epoch = account.session.epoch();
-            (until > now).then(|| (account.session.clone(), epoch))
+            (until > now).then(|| Redeemed {
+                session: account.session.clone(),
+                client: account.name().clone(),
+                epoch: account.session.epoch(),
+            })
         })
     }
 
@@ -311,13 +325,13 @@ impl Ledger {
     pub(crate) fn stood_still(&self, gap: Duration) {
         for account in self.books().accounts.values_mut() {
             account.renewed_at = account.renewed_at.after(gap);
+            account.settled_at = account.settled_at.after(gap);
         }
     }
 
-    /// Ends the sessions whose lease has run out, and drops the disks that were parked for too long;
+    /// Ends the sessions whose lease has run out at `now`, and drops the disks that were parked for too long by then;
     /// returns whose, with the slabs they had.
-    pub(crate) fn expire(&self) -> Vec<(Holder, u64)> {
-        let now = BootTime::now();
+    pub(crate) fn expire(&self, now: BootTime) -> Vec<(Holder, u64)> {
         let mut books = self.books();
         let over: Vec<Account> = books
             .accounts
@@ -415,27 +429,7 @@ impl Ledger {
                 too_many -= 1;
             }
         }
-        let mut posted = 0;
-        for _ in asked..needed {
-            // Whoever holds most gives first, its newest slab. A disk gives none: its contents have
-            // no other place, and a parked one has nobody to ask.
-            let most = |account: &&mut Account| account.session.slab_count() - account.asked_back();
-            let guests = books.accounts.values_mut().filter(|a| a.disk.is_none());
-            let Some(account) = guests.max_by_key(most) else {
-                break;
-            };
-            let newest = account.session.slab_ids().into_iter().rev();
-            let mut newest = newest.filter(|slab| !account.vacating.contains(slab));
-            let Some(slab) = newest.next() else {
-                break;
-            };
-            account.vacating.insert(slab);
-            posted += 1;
-            if let Some(control) = &account.control {
-                control.post(ServerMessage::Vacate { slab });
-            }
-        }
-        posted
+        books.ask_back(needed.saturating_sub(asked))
     }
 
     /// Takes no more clients, and tells those who are there.
@@ -444,7 +438,7 @@ impl Ledger {
         books.closing = true;
         for account in books.accounts.values() {
             if let Some(control) = &account.control {
-                control.post(ServerMessage::Closing);
+                control.post([ServerMessage::Closing]);
             }
         }
     }
@@ -554,6 +548,32 @@ impl Books {
         disks.map(unleased).sum()
     }
 
+    /// Asks guests for so many more slabs back, as far as they have them; returns how many were asked for. Whoever
+    /// holds most gives first, its newest slab. A disk gives none: its contents have no other place, and a parked one
+    /// has nobody to ask.
+    fn ask_back(&mut self, slabs: u64) -> u64 {
+        if slabs == 0 {
+            return 0;
+        }
+        let mut guests: Vec<&mut Account> = self.accounts.values_mut().collect();
+        guests.retain(|account| account.disk.is_none());
+        let count = |account: &Account| account.session.slab_count() - account.asked_back();
+        let counts = guests.iter().map(|account| count(account));
+        let mut most: BinaryHeap<(u64, usize)> = counts.zip(0..).collect();
+        let mut gives = vec![0; guests.len()];
+        for _ in 0..slabs {
+            let Some(mut first) = most.peek_mut().filter(|first| first.0 > 0) else {
+                break;
+            };
+            first.0 -= 1;
+            gives[first.1] += 1;
+        }
+        for (account, gives) in guests.into_iter().zip(&gives) {
+            account.ask_back(*gives);
+        }
+        gives.iter().sum::<usize>() as u64
+    }
+
     fn leased_slabs(&self) -> u64 {
         let accounts = self.accounts.values();
         accounts.map(|account| account.session.slab_count()).sum()
@@ -563,6 +583,16 @@ impl Books {
 impl Account {
     fn asked_back(&self) -> u64 {
         self.vacating.len() as u64
+    }
+
+    /// Asks for so many more of its slabs back, newest first.
+    fn ask_back(&mut self, slabs: usize) {
+        let newest = self.session.newest_slabs(slabs, &self.vacating);
+        self.vacating.extend(&newest);
+        if let Some(control) = &self.control {
+            let messages = newest.into_iter();
+            control.post(messages.map(|slab| ServerMessage::Vacate { slab }));
+        }
     }
 
     /// Whether its lease has run out. A disk is kept for whoever claims it.

@@ -17,6 +17,7 @@ mod arguments;
 mod config;
 mod control;
 mod data;
+mod gathering;
 mod hall;
 mod ledger;
 mod lobby;

@@ -33,7 +33,8 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// longer, and whoever removes a device may have to wait for so long.
 const LOOK_AROUND: Duration = Duration::from_secs(1);
 
-/// Whoever keeps the time looks every second. After so long it did not run, nor did those who hear clients.
+/// Whoever keeps the time looks every second. After so long it did not run, nor did those who hear clients. Where
+/// leases are short, half of one is long: together with the third that clients renew in it is within a lease.
 const STANDSTILL: Duration = Duration::from_secs(3);
 
 /// Why a server does not start.
@@ -94,6 +95,7 @@ impl Server {
             slab_bytes: config.slab_bytes,
             lease_timeout: config.lease_timeout,
             max_sessions: config.max_guests,
+            max_data_connections: config.max_data_connections,
             client_bytes: config.client_memory_bytes,
             token_life: config.token_life,
             parked_disk_timeout: config.parked_disk_timeout,
@@ -103,7 +105,6 @@ impl Server {
             ledger: Arc::new(ledger),
             metrics: Metrics::new(),
             rdma: config.rdma.clone(),
-            max_data_connections: config.max_data_connections,
         };
         let hall = Arc::new(Hall::new(desk, identity, config));
         Self::launch(hall, listener, address, page)
@@ -278,14 +279,7 @@ fn keep_time(hall: &Hall, stop: &EventFd) {
     let mut looked_at = Instant::now();
     let mut was_awake = BootTime::now();
     while wait_or_stop(None, stop, tick) {
-        let gap = BootTime::now().since(was_awake);
-        if gap >= STANDSTILL {
-            tracing::warn!(
-                seconds = gap.as_secs(),
-                "this server stood still: leases last so much longer"
-            );
-            hall.desk.ledger.stood_still(gap);
-        }
+        end_leases(&hall.desk, &mut was_awake, BootTime::now());
         if looked_at.elapsed() >= LOOK_AROUND {
             looked_at = Instant::now();
             hall.refresh_identity();
@@ -294,12 +288,102 @@ fn keep_time(hall: &Hall, stop: &EventFd) {
             }
         }
         hall.desk.ledger.look_at_spare();
-        for (holder, slabs) in hall.desk.ledger.expire() {
-            hall.desk.metrics.expired_sessions.inc();
-            hall.desk.metrics.expired_slabs.inc_by(slabs);
-            tracing::warn!(%holder, slabs, "a lease ran out: its slabs are freed");
+    }
+}
+
+/// Ends the leases that have run out at `now`. There is one such moment in a round: what stands still after it, or
+/// takes its time, is a gap for the next round, and ends no lease meanwhile. Where clients were heard in the gap,
+/// their leases last longer than they have to.
+fn end_leases(desk: &Desk, was_awake: &mut BootTime, now: BootTime) {
+    let gap = now.since(*was_awake);
+    *was_awake = now;
+    if gap >= STANDSTILL.min(desk.ledger.terms.lease_timeout / 2) {
+        tracing::warn!(?gap, "this server stood still: leases last so much longer");
+        desk.ledger.stood_still(gap);
+    }
+    for (holder, slabs) in desk.ledger.expire(now) {
+        desk.metrics.expired_sessions.inc();
+        desk.metrics.expired_slabs.inc_by(slabs);
+        tracing::warn!(%holder, slabs, "a lease ran out: its slabs are freed");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+
+    use outram_wire::server::{ClientName, SessionSecret};
+    use outram_wire::units::VmId;
+    use outram_wire::verbs::Choice;
+
+    use super::*;
+    use crate::ledger::{Caller, Wish};
+
+    const LEASE: Duration = Duration::from_secs(3600);
+    const TICK: Duration = Duration::from_secs(1);
+
+    /// A server's desk, where one guest has a session.
+    fn desk(lease_timeout: Duration) -> Desk {
+        let terms = Terms {
+            slab_bytes: 65536,
+            lease_timeout,
+            max_sessions: 1,
+            max_data_connections: 1,
+            client_bytes: None,
+            token_life: LEASE,
+            parked_disk_timeout: None,
+        };
+        let instance = InstanceId::random().expect("random numbers");
+        let ledger = Ledger::new(instance, 65536, terms);
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let address = listener.local_addr().expect("bound");
+        let admitted = ledger.admit(&Caller {
+            wish: Wish::Guest {
+                vm: VmId(uuid::Uuid::from_u128(1)),
+                arrives: false,
+            },
+            name: &ClientName("host".to_owned()),
+            secret: SessionSecret([1; 32]),
+            socket: &Arc::new(TcpStream::connect(address).expect("connected")),
+            waker: &Arc::new(new_waker().expect("an eventfd")),
+        });
+        admitted.expect("there is room");
+        Desk {
+            ledger: Arc::new(ledger),
+            metrics: Metrics::new(),
+            rdma: Choice::Off,
         }
-        // Clients were heard while this took its time.
-        was_awake = BootTime::now();
+    }
+
+    fn sessions(desk: &Desk) -> usize {
+        desk.ledger.stats(|_| true).clients.len()
+    }
+
+    #[test]
+    fn a_standstill_amid_a_round_ends_no_lease() {
+        let desk = desk(LEASE);
+        let mut was_awake = BootTime::now();
+        // Just before it, a round began.
+        let before = was_awake.after(TICK);
+        end_leases(&desk, &mut was_awake, before);
+        let after = before.after(10 * LEASE);
+        end_leases(&desk, &mut was_awake, after);
+        assert_eq!(sessions(&desk), 1);
+        let mut now = after;
+        while now < after.after(LEASE + 2 * TICK) {
+            now = now.after(TICK);
+            end_leases(&desk, &mut was_awake, now);
+        }
+        assert_eq!(sessions(&desk), 0, "it lasts no longer than that");
+    }
+
+    #[test]
+    fn a_short_lease_outlasts_a_standstill_as_well() {
+        let short = Duration::from_secs(1);
+        let desk = desk(short);
+        let mut was_awake = BootTime::now();
+        let after = was_awake.after(STANDSTILL - TICK);
+        end_leases(&desk, &mut was_awake, after);
+        assert_eq!(sessions(&desk), 1);
     }
 }

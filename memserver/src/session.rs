@@ -1,10 +1,10 @@
 //! A client's session as its data connections see it: the slabs they may touch, and the fence that
 //! ends them all before another control connection takes over.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::net::{Shutdown, TcpStream};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
@@ -63,6 +63,8 @@ pub(crate) struct Session {
     left: Condvar,
     /// Its RDMA, where there is any.
     verbs: Mutex<Option<Lent>>,
+    /// Queue pairs of that, which go up under the lock of `connections` alone: the other may be held for long.
+    pairs: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -79,6 +81,7 @@ struct Connections {
 pub(crate) struct Admitted {
     session: Arc<Session>,
     id: u64,
+    epoch: u64,
 }
 
 impl Session {
@@ -92,6 +95,7 @@ impl Session {
             connections: Mutex::default(),
             left: Condvar::new(),
             verbs: Mutex::default(),
+            pairs: AtomicUsize::new(0),
         }
     }
 
@@ -110,7 +114,7 @@ impl Session {
     ) -> Option<Admitted> {
         let mut connections = self.connections();
         let current = epoch == connections.epoch && !connections.fenced;
-        if !current || connections.open.len() >= limit {
+        if !current || self.paths(&connections) >= limit {
             return None;
         }
         let id = connections.next;
@@ -119,6 +123,7 @@ impl Session {
         Some(Admitted {
             session: self.clone(),
             id,
+            epoch,
         })
     }
 
@@ -135,7 +140,13 @@ impl Session {
         // Under the lock: whatever came by them has landed when this returns, for whoever cuts.
         if let Some(lent) = self.verbs().as_mut() {
             lent.end_pairs();
+            self.pairs.store(0, Ordering::Release);
         }
+    }
+
+    /// Data connections and queue pairs.
+    fn paths(&self, connections: &Connections) -> usize {
+        connections.open.len() + self.pairs.load(Ordering::Acquire)
     }
 
     /// Cuts, and waits until the last connection's thread is done with the slabs: after it no write
@@ -164,8 +175,7 @@ impl Session {
     }
 
     pub(crate) fn data_connections(&self) -> usize {
-        let pairs = self.verbs().as_ref().map_or(0, Lent::pairs);
-        self.connections().open.len() + pairs
+        self.paths(&self.connections())
     }
 
     /// Has RDMA ready at this port, if it can be had: what was registered at another, or at a device
@@ -199,8 +209,11 @@ impl Session {
         };
         // Under the lock: a fence that finds no RDMA any more can rely on what came by it.
         former.end_pairs();
+        self.pairs.store(0, Ordering::Release);
         drop(verbs);
-        for slab in self.slabs().values() {
+        // Each takes the device a while: whoever leases or releases a slab meanwhile has the books locked.
+        let slabs: Vec<Arc<Slab>> = self.slabs().values().cloned().collect();
+        for slab in slabs {
             slab.unregister(&former.domain());
         }
         true
@@ -223,10 +236,11 @@ impl Session {
         }
         let mut verbs = self.verbs();
         let lent = verbs.as_mut().ok_or(PairError::NoVerbs)?;
-        if lent.pairs() + connections.open.len() >= limit {
+        if self.paths(&connections) >= limit {
             return Err(PairError::TooMany);
         }
         lent.keep(pair);
+        self.pairs.fetch_add(1, Ordering::AcqRel);
         Ok(answer)
     }
 
@@ -287,6 +301,13 @@ impl Session {
         slabs.keys().copied().collect()
     }
 
+    /// So many of its newest slabs, newest first, but for some.
+    pub(crate) fn newest_slabs(&self, most: usize, without: &BTreeSet<SlabId>) -> Vec<SlabId> {
+        let slabs = self.slabs();
+        let newest = slabs.keys().rev().filter(|slab| !without.contains(slab));
+        newest.take(most).copied().collect()
+    }
+
     pub(crate) fn slab_count(&self) -> u64 {
         let slabs = self.slabs();
         slabs.len() as u64
@@ -324,6 +345,13 @@ impl Session {
         self.connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Admitted {
+    /// Whether the session was cut since, and the connection with it.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.session.epoch() != self.epoch
     }
 }
 
@@ -366,7 +394,9 @@ mod tests {
         let epoch = session.epoch();
         let admitted = session.admit(&socket(), epoch, 1).expect("there is room");
         assert!(session.admit(&socket(), epoch, 1).is_none(), "the limit");
+        assert!(!admitted.is_cut());
         assert!(!session.fence(Duration::from_millis(20)));
+        assert!(admitted.is_cut());
         let fencing = session.clone();
         let fenced = std::thread::spawn(move || fencing.fence(Duration::from_secs(20)));
         std::thread::sleep(Duration::from_millis(20));
@@ -384,5 +414,17 @@ mod tests {
         session.reopen();
         assert!(session.admit(&socket(), before, 1).is_none());
         assert!(session.admit(&socket(), session.epoch(), 1).is_some());
+    }
+
+    #[test]
+    fn queue_pairs_count_towards_the_limit_of_connections() {
+        let session = session();
+        let admit = || session.admit(&socket(), session.epoch(), 2);
+        session.pairs.store(1, Ordering::Release);
+        let admitted = admit().expect("there is room");
+        assert_eq!(session.data_connections(), 2);
+        assert!(admit().is_none(), "the limit");
+        drop(admitted);
+        assert!(admit().is_some());
     }
 }

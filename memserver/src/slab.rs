@@ -53,6 +53,9 @@ const WORD: usize = size_of::<u64>();
 /// again as its bytes do.
 const PARTS: usize = u64::BITS as usize;
 
+/// Memory that is taken from the system by one call: others who map, or give memory back, wait as long.
+const POPULATED_BYTES: usize = 2 << 20;
+
 /// Whether a slab's client may touch it over RDMA.
 #[derive(Debug)]
 enum Registration {
@@ -144,13 +147,16 @@ impl Slab {
         let (mapping, _) = self.mapping();
         let first = (LEAD + offset) / PAGE_SIZE * PAGE_SIZE;
         let end = (LEAD + offset + bytes).next_multiple_of(PAGE_SIZE);
-        // SAFETY: the page of a byte of the slab begins within the mapping.
-        let start = unsafe { mapping.add(first) };
-        // SAFETY: the range is our own mapping, the last page of which is ours as a whole; the advice brings its
-        // pages in, as a write to each would, and changes no byte.
-        let advised = unsafe { libc::madvise(start, end - first, libc::MADV_POPULATE_WRITE) };
-        if advised != 0 {
-            return Err(io::Error::last_os_error());
+        for at in (first..end).step_by(POPULATED_BYTES) {
+            let bytes = POPULATED_BYTES.min(end - at);
+            // SAFETY: the page of a byte of the slab begins within the mapping.
+            let start = unsafe { mapping.add(at) };
+            // SAFETY: the range is our own mapping, the last page of which is ours as a whole; the advice brings its
+            // pages in, as a write to each would, and changes no byte.
+            let advised = unsafe { libc::madvise(start, bytes, libc::MADV_POPULATE_WRITE) };
+            if advised != 0 {
+                return Err(io::Error::last_os_error());
+            }
         }
         Ok(())
     }
@@ -535,6 +541,18 @@ mod tests {
         assert_eq!(prepared(0, PARTS * part), u64::MAX);
         let first = Piece::new(slab.clone(), 0, part as u32).expect("in range");
         assert_eq!(read(&[first]), vec![0; part], "it still reads as zeros");
+    }
+
+    #[test]
+    fn a_slab_made_ahead_has_all_of_its_memory() {
+        let bytes = 2 * POPULATED_BYTES + 3 * PAGE_SIZE;
+        let slab = Slab::map_ahead(bytes).expect("it can be mapped");
+        let (mapping, length) = slab.mapping();
+        let mut resident = vec![0u8; length.div_ceil(PAGE_SIZE)];
+        // SAFETY: the range is our own mapping, and the vector has a byte for each of its pages.
+        let told = unsafe { libc::mincore(mapping, length, resident.as_mut_ptr()) };
+        assert_eq!(told, 0);
+        assert!(resident.iter().all(|page| page & 1 == 1), "{resident:?}");
     }
 
     #[test]

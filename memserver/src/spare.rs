@@ -73,9 +73,15 @@ impl Spare {
             match Slab::map_ahead(bytes) {
                 Ok(slab) => {
                     let mut state = self.state();
-                    if !state.is_over {
-                        state.slab = Some(slab);
-                    }
+                    // Whoever wanted one while it was made wanted this one.
+                    state.is_wanted = false;
+                    let needless = match state.is_over {
+                        true => Some(slab),
+                        false => state.slab.replace(slab),
+                    };
+                    drop(state);
+                    // Giving memory back takes a while, and leases wait for the lock.
+                    drop(needless);
                 }
                 // Whoever leases one is told if it is so still.
                 Err(error) => tracing::debug!(%error, "no slab is made ready ahead"),
@@ -98,7 +104,7 @@ impl Spare {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 
@@ -130,5 +136,28 @@ mod tests {
             spare.close();
         });
         assert_eq!(spare.bytes(), 0);
+    }
+
+    #[test]
+    fn whoever_wants_one_while_it_is_made_gets_no_other() {
+        let spare = Spare::default();
+        let made = AtomicUsize::new(0);
+        let is_wanted = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                spare.keep(BYTES, || {
+                    if made.fetch_add(1, Ordering::AcqRel) == 0 {
+                        spare.want();
+                    }
+                    true
+                });
+            });
+            spare.want();
+            wait_for(&spare, BYTES);
+            let is_wanted = spare.state().is_wanted;
+            spare.close();
+            is_wanted
+        });
+        assert!(!is_wanted);
+        assert_eq!(made.load(Ordering::Acquire), 1);
     }
 }

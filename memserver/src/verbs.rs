@@ -67,10 +67,6 @@ impl Lent {
         self.domain.clone()
     }
 
-    pub(crate) fn pairs(&self) -> usize {
-        self.pairs.len()
-    }
-
     pub(crate) fn keep(&mut self, pair: Pair) {
         self.pairs.push(pair);
     }

@@ -10,6 +10,7 @@ use outram_wire::server::clock::BootTime;
 use outram_wire::server::{ClientName, DiskId, Opening, Refusal, ServerMessage, SessionSecret};
 use outram_wire::units::VmId;
 
+use super::guests::SETTLING;
 use super::{Account, Books, Control, DiskAccount, FENCE_TIMEOUT, Hold, Ledger};
 use crate::session::{Holder, Session};
 
@@ -102,6 +103,7 @@ impl Ledger {
             session: session.clone(),
             next_slab,
             opened: books.opened,
+            settled_at: BootTime::now().after(SETTLING),
             reserved_bytes: 0,
             renewed_at: BootTime::now(),
             control: None,
@@ -136,9 +138,8 @@ impl Ledger {
         account.control = Some(control.clone());
         session.reopen();
         // Who was cut off may never have seen what it was asked for.
-        for slab in &account.vacating {
-            control.post(ServerMessage::Vacate { slab: *slab });
-        }
+        let vacating = account.vacating.iter();
+        control.post(vacating.map(|slab| ServerMessage::Vacate { slab: *slab }));
         Ok(Hold {
             session: session.clone(),
             client: caller.name.clone(),

@@ -10,8 +10,13 @@
 //! that of an earlier arrival which failed, and sits beside the source instead. Neither can touch the
 //! other's slabs. That a guest is started on two hosts by mistake is still told: only an arrival
 //! sits down beside another.
+//!
+//! Anybody can say a guest's UUID. So a session under another certificate bars nobody if it has neither slabs nor
+//! anything set aside, [some time](SETTLING) after it was opened: whoever asks for the guest then ends it, and with
+//! it nothing of anybody's.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use outram_wire::server::Refusal;
 use outram_wire::server::clock::BootTime;
@@ -20,6 +25,10 @@ use outram_wire::units::VmId;
 use super::admission::{Caller, Claim};
 use super::{Account, Books, Ledger};
 use crate::session::{Holder, Seat, Session};
+
+/// How long a session may have nothing and keep others out all the same. A backend greets all of its servers, one
+/// after the other, before it has any set something aside; each may take half a minute for that.
+pub(super) const SETTLING: Duration = Duration::from_secs(60);
 
 impl Ledger {
     /// Opens the session of a guest, or finds the caller's own.
@@ -45,9 +54,24 @@ impl Ledger {
                 superseded: Vec::new(),
             });
         }
-        let seat = match seats.iter().find(|seat| !books.accounts.contains_key(seat)) {
-            Some(free) if arrives => *free,
-            _ => self.free_seat(books, caller, &seats, arrives)?,
+        let now = BootTime::now();
+        let bars = |seat: &&Holder| {
+            let account = books.accounts.get(seat);
+            account.map(|account| account.bars(caller, now))
+        };
+        // An arrival takes a seat that nobody sits on, or that of who came last and is gone, or else one whose holder
+        // bars nobody.
+        let empty = seats.iter().find(|seat| bars(seat).is_none());
+        let seat = match empty {
+            Some(empty) if arrives => *empty,
+            _ => {
+                let found = self.free_seat(books, caller, &seats, arrives);
+                let other = seats.iter().find(|seat| bars(seat) == Some(false));
+                match (found, other) {
+                    (Err(_), Some(other)) if arrives => *other,
+                    (found, _) => found?,
+                }
+            }
         };
         let superseded = match arrives {
             true => books.take_sessions(&[seat]),
@@ -86,10 +110,16 @@ impl Ledger {
 }
 
 impl Books {
-    /// Takes out the accounts of these seats; their sessions.
+    /// Takes out the accounts of these seats, and cuts their control connections; their sessions.
     fn take_sessions(&mut self, seats: &[Holder]) -> Vec<Arc<Session>> {
         let accounts = seats.iter().filter_map(|seat| self.accounts.remove(seat));
-        accounts.map(|account| account.session).collect()
+        let sessions = accounts.map(|account| {
+            if let Some(control) = &account.control {
+                control.cut();
+            }
+            account.session
+        });
+        sessions.collect()
     }
 }
 
@@ -98,15 +128,23 @@ impl Account {
         self.session.name == *caller.name && self.session.secret == caller.secret
     }
 
+    /// Whether the session of somebody else may keep the caller out at all.
+    fn bars(&self, caller: &Caller<'_>, now: BootTime) -> bool {
+        self.session.name == *caller.name
+            || self.reserved_bytes > 0
+            || self.session.slab_count() > 0
+            || now < self.settled_at
+    }
+
     /// Whether the caller, who is another, may take this session's place.
-    fn check_gone(
-        &self,
-        caller: &Caller<'_>,
-        lease_timeout: &std::time::Duration,
-    ) -> Result<(), Refusal> {
+    fn check_gone(&self, caller: &Caller<'_>, lease_timeout: &Duration) -> Result<(), Refusal> {
         let Holder::Guest(vm, _) = self.session.holder else {
             return Ok(());
         };
+        // Also one that is just being resumed: that comes to nothing then.
+        if !self.bars(caller, BootTime::now()) {
+            return Ok(());
+        }
         if self.resuming {
             return Err(Refusal::SessionBusy);
         }

@@ -14,6 +14,7 @@ use super::*;
 const SLAB: u64 = 64 * 1024;
 const MEMORY: u64 = 12 * SLAB;
 const GUESTS: u128 = 4;
+const CONNECTIONS: usize = 80;
 const STEPS: usize = 5_000;
 
 /// Xorshift: good enough, and the same for the same seed.
@@ -53,6 +54,7 @@ impl World {
             slab_bytes: SLAB,
             lease_timeout: Duration::from_secs(3600),
             max_sessions: GUESTS as usize,
+            max_data_connections: CONNECTIONS,
             client_bytes: None,
             token_life: Duration::from_secs(3600),
             parked_disk_timeout: None,
@@ -69,16 +71,32 @@ impl World {
     }
 
     fn admit(&self, vm: u128, secret: u8) -> Result<Hold, Refusal> {
+        self.admit_as(&self.name, (vm, secret), false)
+    }
+
+    fn admit_as(
+        &self,
+        name: &ClientName,
+        (vm, secret): (u128, u8),
+        arrives: bool,
+    ) -> Result<Hold, Refusal> {
         self.ledger.admit(&Caller {
             wish: Wish::Guest {
                 vm: VmId(uuid::Uuid::from_u128(vm)),
-                arrives: false,
+                arrives,
             },
-            name: &self.name,
+            name,
             secret: SessionSecret([secret; 32]),
             socket: &self.socket,
             waker: &self.waker,
         })
+    }
+
+    /// Has the session be as old as one that keeps nobody out with nothing.
+    fn age(&self, hold: &Hold) {
+        let mut books = self.ledger.books();
+        let account = account_of(&mut books, hold).expect("its own session");
+        account.settled_at = BootTime::now();
     }
 
     fn free_slabs(&self) -> u64 {
@@ -208,4 +226,182 @@ fn a_hold_that_was_taken_over_speaks_for_nobody() {
     let token = world.ledger.issue_token(&hold).expect("its own session");
     assert!(world.ledger.redeem_token(&token).is_some());
     assert!(world.ledger.redeem_token(&token).is_none());
+}
+
+/// Slabs asked back of each guest by the plain rule: one after the other, the newest of whoever has most left. Of
+/// several who have as much it is one or the other's.
+fn asked_by_the_plain_rule(
+    held: &[Vec<SlabId>],
+    asked: &[BTreeSet<SlabId>],
+    slabs: u64,
+) -> Vec<BTreeSet<SlabId>> {
+    let mut asked = asked.to_vec();
+    for _ in 0..slabs {
+        let left = |guest: &usize| held[*guest].len() - asked[*guest].len();
+        let most = (0..held.len()).max_by_key(left).expect("guests");
+        let newest = held[most].iter().rev();
+        let Some(slab) = newest.copied().find(|slab| !asked[most].contains(slab)) else {
+            break;
+        };
+        asked[most].insert(slab);
+    }
+    asked
+}
+
+#[test]
+fn slabs_are_asked_back_by_the_plain_rule() {
+    for seed in 1..=200 {
+        let mut dice = Dice(seed);
+        let world = World::new();
+        let guests = 1 + dice.below(GUESTS as u64) as usize;
+        world.ledger.set_memory(guests as u64 * 20 * SLAB);
+        let holds: Vec<Hold> = (0..guests as u128)
+            .map(|vm| world.admit(vm, 1).expect("there is room"))
+            .collect();
+        for hold in &holds {
+            let slabs = dice.below(20);
+            world.ledger.reserve(hold, slabs * SLAB).expect("room");
+            for _ in 0..slabs {
+                world.ledger.lease(hold).expect("reserved");
+            }
+        }
+        let held: Vec<Vec<SlabId>> = holds.iter().map(|hold| hold.session.slab_ids()).collect();
+        let leased: usize = held.iter().map(Vec::len).sum();
+        let asked = || -> Vec<BTreeSet<SlabId>> {
+            let mut books = world.ledger.books();
+            let mut of = |hold| account_of(&mut books, hold).map(|own| own.vacating.clone());
+            let asked = holds.iter().map(|hold| of(hold).expect("its own"));
+            asked.collect()
+        };
+        for _ in 0..4 {
+            let before = asked();
+            let count: usize = before.iter().map(BTreeSet::len).sum();
+            let memory = dice.below(leased as u64 + 3);
+            let needed = (leased as u64).saturating_sub(memory);
+            let posted = world.ledger.set_memory(memory * SLAB);
+            let now = asked();
+            if let Some(more) = needed.checked_sub(count as u64) {
+                let plain = asked_by_the_plain_rule(&held, &before, more);
+                assert_eq!(posted, more, "seed {seed}");
+                let left = |asked: &[BTreeSet<SlabId>]| {
+                    let counts = held
+                        .iter()
+                        .zip(asked)
+                        .map(|(own, asked)| own.len() - asked.len());
+                    let mut counts: Vec<usize> = counts.collect();
+                    counts.sort_unstable();
+                    counts
+                };
+                assert_eq!(left(&now), left(&plain), "seed {seed}");
+                for (guest, own) in now.iter().enumerate() {
+                    let more = own.len() - before[guest].len();
+                    let newest = held[guest].iter().rev();
+                    let newest = newest.filter(|slab| !before[guest].contains(slab));
+                    let newest: BTreeSet<SlabId> = newest.take(more).copied().collect();
+                    assert_eq!(own - &before[guest], newest, "seed {seed}");
+                }
+            } else {
+                let count: usize = now.iter().map(BTreeSet::len).sum();
+                assert_eq!((posted, count as u64), (0, needed), "seed {seed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn whoever_is_asked_for_thousands_of_slabs_is_told_each_once() {
+    const SLABS: u64 = 8_000;
+    let world = World::new();
+    world.ledger.set_memory(SLABS * SLAB);
+    let hold = world.admit(0, 1).expect("there is room");
+    world.ledger.reserve(&hold, SLABS * SLAB).expect("room");
+    let mut slabs: Vec<SlabId> = (0..SLABS)
+        .map(|_| world.ledger.lease(&hold).expect("reserved"))
+        .collect();
+    assert_eq!(world.ledger.set_memory(0), SLABS);
+    assert_eq!(world.ledger.set_memory(0), 0);
+    slabs.reverse();
+    let wanted = slabs.into_iter().map(|slab| ServerMessage::Vacate { slab });
+    assert_eq!(hold.control.take_outbox(), wanted.collect::<Vec<_>>());
+}
+
+#[test]
+fn all_connections_of_a_session_may_be_made_at_once() {
+    let world = World::new();
+    let hold = world.admit(0, 1).expect("admitted");
+    let issue = |_| world.ledger.issue_token(&hold).expect("its own session");
+    let tokens: Vec<_> = (0..=CONNECTIONS).map(issue).collect();
+    let redeemed = tokens
+        .iter()
+        .map(|token| world.ledger.redeem_token(token).is_some());
+    let redeemed: Vec<bool> = redeemed.collect();
+    assert!(!redeemed[0], "the oldest of one too many made room");
+    assert!(redeemed[1..].iter().all(|is_good| *is_good));
+}
+
+fn name(name: &str) -> ClientName {
+    ClientName(name.to_owned())
+}
+
+fn is_taken(admitted: &Result<Hold, Refusal>) -> bool {
+    matches!(admitted, Err(Refusal::SessionTaken { .. }))
+}
+
+#[test]
+fn a_session_that_has_nothing_bars_no_guest_from_its_own_host() {
+    for squats_as_arrival in [false, true] {
+        let world = World::new();
+        let squatter = world.admit_as(&name("x"), (1, 9), squats_as_arrival);
+        let squatter = squatter.expect("nobody else is there");
+        assert!(is_taken(&world.admit(1, 1)), "it may settle yet");
+        world.age(&squatter);
+        let hold = world.admit(1, 1).expect("it bars nobody");
+        assert!(!hold.resumed);
+        assert_eq!(
+            world.ledger.renew(&squatter),
+            Err(Refusal::SessionEnded),
+            "it is superseded"
+        );
+        world.ledger.reserve(&hold, SLAB).expect("its own session");
+        world.age(&hold);
+        let again = world.admit_as(&name("x"), (1, 9), false);
+        assert!(is_taken(&again), "whoever has something is there to stay");
+    }
+}
+
+#[test]
+fn a_session_that_has_nothing_bars_no_migration() {
+    let [x, destination, next] = ["x", "destination", "next"].map(name);
+    let world = World::new();
+    let source = world.admit(1, 1).expect("there is room");
+    world.ledger.reserve(&source, SLAB).expect("there is room");
+    let squatter = world.admit_as(&x, (1, 9), true).expect("a seat is free");
+    let arrive = |name, secret| world.admit_as(name, (1, secret), true);
+    assert!(is_taken(&arrive(&destination, 2)), "it may settle yet");
+    world.age(&squatter);
+    let arrived = arrive(&destination, 2).expect("it bars nobody");
+    // Whoever arrived has its time, and then a seat of its own.
+    assert!(is_taken(&arrive(&x, 9)));
+    world.ledger.reserve(&arrived, SLAB).expect("room");
+    world.age(&arrived);
+    assert!(is_taken(&arrive(&x, 9)));
+    assert_eq!(world.ledger.renew(&source), Ok(()));
+    // Of two that came before an arrival it may be the older one's seat.
+    let world = World::new();
+    let arrive = |name, secret| world.admit_as(name, (1, secret), true);
+    world.age(&arrive(&x, 9).expect("there is room"));
+    let arrived = arrive(&destination, 2).expect("a seat is free");
+    world.ledger.reserve(&arrived, SLAB).expect("room");
+    arrive(&next, 3).expect("it bars nobody");
+    assert_eq!(world.ledger.renew(&arrived), Ok(()));
+}
+
+#[test]
+fn a_session_that_has_nothing_is_its_clients_all_the_same() {
+    let world = World::new();
+    let hold = world.admit(1, 1).expect("there is room");
+    world.age(&hold);
+    assert!(is_taken(&world.admit(1, 2)), "it is connected");
+    let hold = world.admit(1, 1).expect("its own");
+    assert!(hold.resumed);
 }

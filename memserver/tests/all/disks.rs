@@ -290,3 +290,21 @@ fn what_is_set_aside_for_a_disk_stays_so_where_less_may_be_lent() {
     assert_eq!(guest.ask(Request::Renew), Reply::Done);
     assert!(guest.unasked.is_empty(), "{:?}", guest.unasked);
 }
+
+#[test]
+fn memory_that_writes_were_gathered_in_is_there_for_the_next() {
+    let pki = Pki::new();
+    let server = server(&pki, 4, |_| {});
+    let (mut user, slab) = created_with_slab(server.local_addr(), &pki);
+    let mut data = user.data();
+    // More than there is for one certificate, and each in parts: whole ones that came are not gathered.
+    for round in 0..40u8 {
+        // One write that ends amid its bytes, and one that does not.
+        let mut ending = user.data();
+        let sent = ending.send(Op::Write, &[extent(slab, 0, SLAB as u32)], &[0xee; 9000]);
+        sent.expect("sent");
+        drop(ending);
+        data.write(slab, 0, &vec![round; SLAB as usize]);
+        assert_eq!(data.read(slab, SLAB as u32 - 1, 1), [round]);
+    }
+}

@@ -87,6 +87,10 @@ impl House {
     }
 }
 
+/// What servers here grant to those they do not know. It is granted to each test's own clients as well, which may
+/// be slow.
+const GRANTED: Duration = Duration::from_secs(4);
+
 /// A generator good enough to make nonsense that can be made again.
 struct Nonsense(u64);
 
@@ -178,7 +182,7 @@ fn bytes_that_are_no_protocol_end_the_connection() {
 
 #[test]
 fn a_token_opens_one_connection_and_not_for_long() {
-    let mut house = House::new(|config| config.token_life = Duration::from_millis(300));
+    let mut house = House::new(|config| config.token_life = GRANTED);
     let address = house.address();
     let used = house.guest.token();
     let mut first = Data::connect(address, &used).expect("admitted");
@@ -188,7 +192,7 @@ fn a_token_opens_one_connection_and_not_for_long() {
     near_miss.0[31] ^= 1;
     assert!(Data::connect(address, &near_miss).is_err(), "nearly right");
     let late = house.guest.token();
-    std::thread::sleep(Duration::from_millis(400));
+    std::thread::sleep(GRANTED + Duration::from_millis(100));
     assert!(Data::connect(address, &late).is_err(), "too old");
     eventually("all are counted", || house.strangers("token") == 4);
     assert_eq!(first.read(house.slab, 0, 1), [0x5a]);
@@ -358,7 +362,7 @@ fn random_data_frames_hurt_nobody() {
 fn who_says_nothing_is_left_and_keeps_nobody_out() {
     let mut house = House::new(|config| {
         config.max_strangers = 8;
-        config.handshake_timeout = Duration::from_millis(800);
+        config.handshake_timeout = GRANTED;
     });
     // More than there is room for, half-open in every way.
     let mut silent: Vec<TcpStream> = (0..40)
@@ -386,20 +390,20 @@ fn who_says_nothing_is_left_and_keeps_nobody_out() {
 
 #[test]
 fn who_dribbles_a_hello_is_left_as_well() {
-    let mut house = House::new(|config| config.handshake_timeout = Duration::from_millis(300));
+    let mut house = House::new(|config| config.handshake_timeout = GRANTED);
     let hello = data::encode_hello(&house.guest.token());
     let mut socket = house.connect();
     let started = Instant::now();
     let mut sent = 0;
     for byte in hello {
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(2 * GRANTED / data::HELLO_BYTES as u32);
         if socket.write_all(&[byte]).is_err() {
             break;
         }
         sent += 1;
     }
     assert!(is_over(&mut socket));
-    assert!(sent < hello.len() || started.elapsed() > Duration::from_millis(300));
+    assert!(sent < hello.len() || started.elapsed() > GRANTED);
     house.stands();
 }
 
@@ -418,6 +422,8 @@ fn a_reader_that_stalls_stalls_itself_alone() {
     for _ in 0..16 {
         stalled.socket.write_all(&frame).expect("sent");
     }
+    // It has begun to answer; a moment later it cannot go on.
+    assert_eq!(stalled.socket.peek(&mut [0]).expect("an answer"), 1);
     std::thread::sleep(Duration::from_millis(100));
     house.stands();
     // A slab in use by it is taken back from the client at once; memory follows the request, and
