@@ -36,15 +36,21 @@ resolve_kernel() {
   echo "$found"
 }
 
-fetch_kernel() { # PACKAGE -> target/images/kernel/ unpacked
-  [ -e "$out/kernel/.$1" ] && return
-  local work; work=$(mktemp -d "$out/fetch.XXXXXX")
-  ( cd "$work" && chmod 755 . && apt-get -o APT::Sandbox::User=root download -q "$1" >&2 ) \
-    || { rm -rf "$work"; fail "apt-get could not download $1: is the network reachable, and is 'apt-get update' recent?"; }
+fetch_kernel() { # $package -> target/images/kernel/ unpacked
+  [ -e "$out/kernel/.$package" ] && return
+  local work try; work=$(mktemp -d "$out/fetch.XXXXXX")
+  for try in 1 2 3; do
+    ( cd "$work" && chmod 755 . && apt-get -o Acquire::Retries=5 -o APT::Sandbox::User=root download -q "$package" >&2 ) && break
+    [ "$try" != 3 ] || { rm -rf "$work"; fail "apt-get could not download $package: is the network reachable?"; }
+    # A newer one may be there instead, of which apt has not heard.
+    apt-get -o Acquire::Retries=5 update -q >&2 || sleep 10
+    rm -f "$out/kernel-package"
+    package=$(resolve_kernel)
+  done
   rm -rf "$out/kernel"; mkdir -p "$out/kernel"
   dpkg-deb --fsys-tarfile "$work"/*.deb | tar -x -C "$out/kernel" ./boot ./lib/modules
   rm -rf "$work"
-  : >"$out/kernel/.$1"
+  : >"$out/kernel/.$package"
 }
 
 build_checker() { # a static program: the guest has no libraries
@@ -103,7 +109,7 @@ build_checker
 stamp=$(cat images/build.sh images/init target/guest/x86_64-unknown-linux-gnu/release/outram-checker "$(command -v busybox)" | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$out/stamp" 2>/dev/null)" != "$package $stamp" ]; then
   rm -rf "$out"/root.* "$out"/fetch.*   # left by an interrupted run
-  fetch_kernel "$package"
+  fetch_kernel
   version=$(ls "$out/kernel/lib/modules")
   build_initrd "$version"
   cp "$out/kernel/boot/vmlinuz-$version" "$out/vmlinuz.new"

@@ -116,7 +116,7 @@ pub enum LaunchError {
     StillSupervised(BackendLog),
     /// An earlier backend cannot be asked.
     #[error(
-        "an earlier backend of this domain cannot be replaced: {0}; end its process ('fuser' on its socket names it), then start the domain again"
+        "an earlier backend of this domain cannot be replaced: {0}; end its process ('pgrep -af outram-backend' names it), then start the domain again"
     )]
     Unusable(#[source] ControlError),
     /// The program could not be started.

@@ -42,9 +42,22 @@ echo "prepare: installing$missing"
 export DEBIAN_FRONTEND=noninteractive
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
+# Another apt may be at work, as it is after a boot, or a mirror be away for a moment.
+patient="-o DPkg::Lock::Timeout=600 -o Acquire::Retries=5"
+insist() { # COMMAND…: some times, with pauses
+  local pause
+  for pause in 5 15 45 0; do
+    "$@" >"$log" 2>&1 && return
+    sleep "$pause"
+  done
+  return 1
+}
 # An interrupted run may have left packages half configured.
-dpkg --configure -a >"$log" 2>&1 || { cat "$log" >&2; fail "dpkg --configure -a failed"; }
-apt-get update -q >"$log" 2>&1 || { cat "$log" >&2; fail "apt-get update failed: is the network reachable?"; }
+insist dpkg --configure -a || { cat "$log" >&2; fail "dpkg --configure -a failed"; }
+# What some sources alone did not give may do, as where one of them is gone for good.
+# shellcheck disable=SC2086
+insist apt-get $patient -o APT::Update::Error-Mode=any update -q || apt-get $patient update -q >"$log" 2>&1 \
+  || { cat "$log" >&2; fail "apt-get update failed: is the network reachable?"; }
 # No daemon is to be started by an installation that only tests need.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
@@ -52,7 +65,8 @@ if [ ! -e "$policy" ]; then
   trap 'rm -f "$log" "$policy"' EXIT
 fi
 install_packages() {
-  apt-get install -yq --no-install-recommends "$@" >"$log" 2>&1 || { tail -n 30 "$log" >&2; fail "apt-get install failed for: $*"; }
+  # shellcheck disable=SC2086
+  insist apt-get $patient install -yq --no-install-recommends "$@" || { tail -n 30 "$log" >&2; fail "apt-get install failed for: $*"; }
 }
 # QEMU by itself first: where a newer qemu-utils of backports has to make room for it, apt finds no
 # way in one step with what recommends qemu-utils.

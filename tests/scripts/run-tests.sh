@@ -6,6 +6,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PATH=$PATH:/usr/sbin:/sbin
+# A registry may be away for a moment.
+export CARGO_NET_RETRY=${CARGO_NET_RETRY:-10}
 log=target/test.log
 e2e_log=target/test-e2e.log
 lab_log=target/test-lab.log
@@ -80,7 +82,7 @@ run_all() {
     END { print p+0, f+0, s+0 }' "$log" "$e2e_log" "$lab_log")
   if [ "$status" != 0 ] && [ "$failed" = 0 ]; then failed=1; fi
   if [ "$skipped" != 0 ]; then echo; echo "skipped:"; grep -hE '^SKIPPED|\.\.\. ignored' "$log" "$e2e_log" "$lab_log" | sed 's/^/  /'; fi
-  if grep -q '^ONCE MORE: ' "$lab_log"; then echo; echo "run once more, for the lab guest failed by itself:"; grep -h '^ONCE MORE: ' "$lab_log" | sed 's/^ONCE MORE: /  /'; fi
+  if grep -q '^ONCE MORE: ' "$log" "$lab_log"; then echo; echo "run once more, for the lab guest failed by itself:"; grep -h '^ONCE MORE: ' "$log" "$lab_log" | sed 's/^ONCE MORE: /  /'; fi
   if [ "$failed" != 0 ]; then echo; echo "failed:"; tell_failures "$log" "$e2e_log" "$lab_log"; fi
   echo "$passed passed, $failed failed, $skipped skipped" | tee target/test-summary
   [ "$failed" = 0 ]

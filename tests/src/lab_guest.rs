@@ -100,7 +100,7 @@ pub enum Fault {
 /// Runs a test in lab guests, and once more where one failed by itself before there was a verdict: never
 /// where the test has failed, or did not end in a guest that goes on and whose kernel said nothing. Nobody is to overlook it: the line
 /// begins with [`ONCE_MORE`].
-pub fn once_more(test: &str, run: impl Fn() -> Result<()>) -> Result<()> {
+pub fn once_more<T>(test: &str, run: impl Fn() -> Result<T>) -> Result<T> {
     let outcome = run();
     let Err(error) = &outcome else {
         return outcome;
@@ -118,7 +118,8 @@ pub const ONCE_MORE: &str = "ONCE MORE: ";
 
 fn no_verdict(error: &anyhow::Error) -> Option<&Fault> {
     // The guest may have failed after the test did.
-    let has_failed = format!("{error:#}").contains(FAILED);
+    let said = format!("{error:#}");
+    let has_failed = said.contains(FAILED) || said.lines().any(|line| line.starts_with(REASON));
     error.downcast_ref().filter(|_| !has_failed)
 }
 
@@ -460,6 +461,8 @@ mod tests {
         assert_eq!(runs(|| bail!(fault())), 2);
         assert_eq!(runs(|| Err(anyhow!("ended").context(fault()))), 2);
         assert_eq!(runs(|| Err(anyhow!(FAILED).context(fault()))), 1);
+        let because = || Err(anyhow!("it said so far:\n{REASON}no unit").context(fault()));
+        assert_eq!(runs(because), 1);
     }
 
     #[test]

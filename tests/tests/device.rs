@@ -86,7 +86,7 @@ impl Bench {
         let header = json!({"do": "poke", "address": 1000 * 4096, "bytes": "00".repeat(16)});
         self.small.command(header)?;
         let command = json!({"do": "submit", "queue": 0, "descriptors": descriptors, "head": head,
-            "wait_ms": 300});
+            "wait_ms": 120_000});
         self.small.command(command)
     }
 
@@ -289,7 +289,7 @@ fn broken_structures_break_their_queue_alone() -> Result<()> {
     bench.start(0, 100, true)?;
     let answer = bench
         .small
-        .command(json!({"do": "overrun", "queue": 0, "by": 129, "wait_ms": 200}))?;
+        .command(json!({"do": "overrun", "queue": 0, "by": 129, "wait_ms": 120_000}))?;
     assert_eq!(answer["broken"], true, "more offered than there can be");
     bench
         .small

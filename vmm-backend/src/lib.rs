@@ -9,6 +9,7 @@ pub mod far_disk;
 pub mod fuzzing;
 pub mod handover;
 mod holes;
+pub mod interrupt;
 pub mod pager;
 pub mod remote;
 mod whole;

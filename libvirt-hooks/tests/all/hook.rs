@@ -100,7 +100,7 @@ impl Drop for Host {
 }
 
 fn wait_until(what: &str, done: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(120);
     while !done() {
         assert!(Instant::now() < deadline, "{what} takes too long");
         std::thread::sleep(Duration::from_millis(10));

@@ -21,9 +21,10 @@ use super::watched_memory::PAGE_BYTES;
 use crate::hermetic::hard_limit::HardLimit;
 use crate::small_vmm::client::SmallVmm;
 
-/// What a process that runs a workload under a cgroup's limit may use beside its data: its stacks, its
-/// heap, and the kernel's page tables.
-const PROCESS_BYTES: u64 = 6 << 20;
+/// Bytes of data that a byte of the kernel's page tables maps.
+const MAPPED_BY_TABLE: u64 = 512;
+/// What a cgroup has beside that: with none to spare the kernel soon finds nothing to swap out in time, and kills.
+const SPARE_BYTES: u64 = 1 << 20;
 
 /// Memory that all workloads can be run on.
 pub const ALL_LOCAL: [&str; 2] = ["huge", "memfd"];
@@ -99,19 +100,28 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
         }
         ZRAM | SWAP_FILE | NBD => {
             let swap = swap(session, memory, bytes * 2)?;
-            (1..ATTEMPTS)
-                .find_map(|_| swapped(session, &swap, task, limit).ok())
-                .map_or_else(|| swapped(session, &swap, task, limit), Ok)
+            for _ in 1..ATTEMPTS {
+                match swapped(session, &swap, task, bytes, limit) {
+                    Ok(run) => return Ok(run),
+                    Err(error) => session.say(&format!("{memory}, tried again: {error:#}")),
+                }
+            }
+            swapped(session, &swap, task, bytes, limit)
         }
         other => bail!("there is no memory '{other}'"),
     }
 }
 
-fn swapped(session: &Session, swap: &Swap, task: &Task, limit: u64) -> Result<Run> {
+/// So much of the data is local: what the process has beside it comes on top.
+fn swapped(session: &Session, swap: &Swap, task: &Task, bytes: u64, limit: u64) -> Result<Run> {
     swap.demand_alone()?;
-    let group = HardLimit::with_swap(limit + PROCESS_BYTES)?;
-    let runner = start(session, "base", task, &[])?;
+    let group = HardLimit::with_swap(2 * bytes)?;
+    let mut runner = start(session, "base", task, &[])?;
     group.add(runner.pid() as u32)?;
+    runner.command(serde_json::json!({"do": "ready"}))?;
+    // Nothing of the data is there yet; the tables that map it come with it.
+    let beside = group.used_bytes()? + bytes / MAPPED_BY_TABLE + SPARE_BYTES;
+    group.set_limit(limit + beside)?;
     let run = drive(session, runner, task, 1, Some(&group))?;
     ensure!(
         run.major_faults > 0,

@@ -39,7 +39,11 @@ const BATCH_BYTES: usize = RANGE * PAGE_BYTES;
 /// Longest wait for a server.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Batches of one sort, done one after the other.
+/// Turns that the library and the raw socket take: the machine's speed changes from one moment to the next.
+const TURNS: usize = 16;
+
+/// Batches of one sort.
+#[derive(Clone, Copy, Default)]
 struct Done {
     pages: u64,
     took: Duration,
@@ -47,10 +51,19 @@ struct Done {
     server: Duration,
 }
 
-/// Measures both ways, by the library and raw.
+impl Done {
+    fn add(&mut self, other: Self) {
+        self.pages += other.pages;
+        self.took += other.took;
+        self.client += other.client;
+        self.server += other.server;
+    }
+}
+
+/// Measures both ways, by the library and raw, in turns.
 pub fn measure(session: &mut Session) -> Result<()> {
     // A batch costs what some eight single pages do.
-    let count = (session.settings.faults / 8).max(1);
+    let count = (session.settings.faults / 2 / TURNS).max(1);
     let store = session.page_store(RANGE)?;
     let raw = Client::connect(&store.address)?;
     let ours = Line::open(session)?;
@@ -62,23 +75,29 @@ pub fn measure(session: &mut Session) -> Result<()> {
         let (mut ours, mut raw) = (ours, raw);
         let pages: Vec<u8> = (0..BATCH_BYTES).map(|at| (at % 251) as u8).collect();
         let mut back = vec![0; BATCH_BYTES];
-        let measured = [
-            times(count, ours_pid, || ours.write(&pages))?,
-            times(count, raw_pid, || raw.write_run(0, &pages))?,
+        let mut measured = [(Done::default(), Done::default()); 2];
+        let [written, read] = &mut measured;
+        for _ in 0..TURNS {
+            written
+                .0
+                .add(times(count, ours_pid, || ours.write(&pages))?);
+            written
+                .1
+                .add(times(count, raw_pid, || raw.write_run(0, &pages))?);
             // Like the pager, which opens pages where they came to.
-            times(count, ours_pid, || ours.read(|_, _| {}))?,
-        ];
+            read.0.add(times(count, ours_pid, || ours.read(|_, _| {}))?);
+            read.1
+                .add(times(count, raw_pid, || raw.read_run(0, &mut back))?);
+        }
+        ensure!(back == pages, "the raw socket brings other bytes");
+        back.fill(0);
         ours.read(|start, bytes| back[start..start + bytes.len()].copy_from_slice(bytes))?;
         ensure!(
             back == pages,
             "WRONG RESULT: pages came back with other bytes"
         );
-        back.fill(0);
-        let last = times(count, raw_pid, || raw.read_run(0, &mut back))?;
-        ensure!(back == pages, "the raw socket brings other bytes");
         ours.close()?;
-        let [written, raw_written, read] = measured;
-        Ok([(written, raw_written), (read, last)])
+        Ok(measured)
     });
     let measured = measured.join().expect("no panic")?;
     for (what, (ours, raw)) in BATCHES.into_iter().zip(measured) {

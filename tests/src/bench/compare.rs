@@ -37,12 +37,33 @@ pub fn text(before: &Results, after: &Results) -> String {
 }
 
 fn write(out: &mut String, before: &Results, after: &Results) -> std::fmt::Result {
-    if before.machine.processor != after.machine.processor || before.quick != after.quick {
+    let (one, other) = (&before.machine, &after.machine);
+    let differ = [
+        ("processors", one.processor != other.processor),
+        ("kernels", one.kernel != other.kernel),
+        ("layouts", one.layout != other.layout),
+        (
+            "settings",
+            before.quick != after.quick || before.arguments != after.arguments,
+        ),
+    ];
+    let differ: Vec<&str> = differ
+        .iter()
+        .filter(|(_, differs)| *differs)
+        .map(|(what, _)| *what)
+        .collect();
+    if !differ.is_empty() {
         writeln!(
             out,
-            "Different machines or sizes: ratios alone can be compared, and those with care."
+            "Different {}: ratios alone can be compared, and those with care.",
+            differ.join(", ")
         )?;
     }
+    writeln!(
+        out,
+        "First: Outram {}; second: Outram {}.",
+        one.outram, other.outram
+    )?;
     writeln!(
         out,
         "{:<72}{:>9}{:>9}{:>9}",
@@ -111,6 +132,16 @@ mod tests {
     }
 
     #[test]
+    fn what_was_measured_otherwise_is_said() {
+        let other = Results {
+            arguments: vec!["run".into(), "--delay".into()],
+            ..Results::default()
+        };
+        let text = text(&Results::default(), &other);
+        assert!(text.contains("Different settings:"), "{text}");
+    }
+
+    #[test]
     fn what_one_run_lacks_is_named() {
         let of = |ratios: Vec<Ratio>| Results {
             ratios,
@@ -125,6 +156,7 @@ mod tests {
             ratio("kept", &[3.0], true),
         ]);
         let text = text(&before, &after);
+        assert!(!text.contains("Different"), "{text}");
         assert!(text.contains("+50.0%  WORSE"), "{text}");
         assert!(text.contains("only in the first: paging: gone"), "{text}");
         assert!(text.contains("only in the second: paging: new"), "{text}");

@@ -15,6 +15,8 @@ use super::watched_memory::{Fault, PAGE_BYTES, Page, Watch, anonymous, shared};
 pub const RANGE: usize = 64;
 /// Pages that are copied to learn the machine's rate: more than a processor's caches hold.
 const COPIED_PAGES: usize = 16 << 10;
+/// How often all of them are.
+const COPIES: usize = 8;
 
 /// How a handler waits for faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,12 +30,43 @@ pub enum Waiting {
 /// Round trips of faults: a thread touches pages one by one, another does nothing but put a ready
 /// page in place.
 pub fn faults(layout: &Layout, waiting: Waiting, count: usize) -> Result<Latencies> {
+    let handler = Handler {
+        waiting,
+        ready: page(1),
+        wire: None,
+    };
+    round_trips(layout, handler, count)
+}
+
+/// The same where the page comes over the wire: what a fault of a remote page takes at least. One handler spins
+/// for faults, unless it has one processor with who touches pages, and sleeps for the page, whose server may be on its
+/// processor; that is the sooner of all ways where processors are few.
+pub fn remote_faults(layout: &Layout, store: &Store, count: usize) -> Result<Latencies> {
+    let mut wire = Client::connect(&store.address)?;
+    wire.write(0, &page(1)[0])?;
+    let is_alone = layout.vcpu != layout.pager || layout.vcpu.len() > 1;
+    let handler = Handler {
+        waiting: match is_alone {
+            true => Waiting::Spinning,
+            false => Waiting::Sleeping,
+        },
+        ready: page(0),
+        wire: Some(wire),
+    };
+    round_trips(layout, handler, count)
+}
+
+fn page(byte: u8) -> Vec<Page> {
+    vec![Page([byte; PAGE_BYTES])]
+}
+
+fn round_trips(layout: &Layout, mut handler: Handler, count: usize) -> Result<Latencies> {
     let (region, file) = shared(count * PAGE_BYTES)?;
     let watch = Watch::new(&region, file)?;
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let handler = scope.spawn(|| {
-            let handled = handle(&watch, waiting, &layout.pager, &done);
+            let handled = handler.work(&watch, &layout.pager, &done);
             // Nobody would answer the other thread's next fault.
             handled.inspect_err(|error| {
                 eprintln!("measuring floors failed: {error:#}");
@@ -51,43 +84,34 @@ pub fn faults(layout: &Layout, waiting: Waiting, count: usize) -> Result<Latenci
     })
 }
 
-fn handle(watch: &Watch, waiting: Waiting, cpus: &[usize], done: &AtomicBool) -> Result<()> {
-    pin_self(cpus)?;
-    let ready = vec![Page([1; PAGE_BYTES])];
-    let (mut buffer, mut faults) = (Watch::buffer(), Vec::new());
-    while !done.load(Ordering::Relaxed) {
-        match waiting {
-            Waiting::Sleeping => watch.wait(&mut buffer, &mut faults)?,
-            Waiting::Spinning => watch.take(&mut buffer, &mut faults)?,
-        }
-        for fault in faults.drain(..) {
-            if let Fault::Missing(page) = fault {
-                watch.copy(page, &ready)?;
+/// Answers faults, and does nothing else.
+struct Handler {
+    waiting: Waiting,
+    /// One page.
+    ready: Vec<Page>,
+    /// Where it is fetched from first, if anywhere.
+    wire: Option<Client>,
+}
+
+impl Handler {
+    fn work(&mut self, watch: &Watch, cpus: &[usize], done: &AtomicBool) -> Result<()> {
+        pin_self(cpus)?;
+        let (mut buffer, mut faults) = (Watch::buffer(), Vec::new());
+        while !done.load(Ordering::Relaxed) {
+            match self.waiting {
+                Waiting::Sleeping => watch.wait(&mut buffer, &mut faults)?,
+                Waiting::Spinning => watch.take(&mut buffer, &mut faults)?,
+            }
+            for fault in faults.drain(..) {
+                if let Fault::Missing(page) = fault {
+                    if let Some(wire) = &mut self.wire {
+                        wire.read(0, &mut self.ready[0])?;
+                    }
+                    watch.copy(page, &self.ready)?;
+                }
             }
         }
-    }
-    Ok(())
-}
-
-/// What a fault of a remote page takes at least: a userfault's round trip, and a page's over the wire.
-#[derive(Debug, Default)]
-pub struct FaultFloor {
-    /// Round trips of faults, whose handler sleeps.
-    pub uffd: Latencies,
-    /// Round trips of single pages.
-    pub wire: Latencies,
-}
-
-impl FaultFloor {
-    /// Adds what was measured at another moment.
-    pub fn add(&mut self, other: &Self) {
-        self.uffd.add(&other.uffd);
-        self.wire.add(&other.wire);
-    }
-
-    /// The sum of both at a percentile, in microseconds.
-    pub fn us(&self, percent: f64) -> f64 {
-        self.uffd.us(percent) + self.wire.us(percent)
+        Ok(())
     }
 }
 
@@ -202,22 +226,28 @@ pub fn copied_pages_per_second(layout: &Layout) -> Result<f64> {
         let bytes = COPIED_PAGES * PAGE_BYTES;
         let (from, to) = (anonymous(bytes)?, anonymous(bytes)?);
         let (from, to) = (from.get_slice(0, bytes)?, to.get_slice(0, bytes)?);
+        // In pages of their own: what is only read is one page of zeros for all.
+        let mut page = Page([1; PAGE_BYTES]);
+        for index in 0..COPIED_PAGES {
+            from.subslice(index * PAGE_BYTES, PAGE_BYTES)?
+                .copy_from(&page.0);
+        }
         // Once for the kernel to find the pages.
         from.copy_to_volatile_slice(to);
-        let mut page = Page([1; PAGE_BYTES]);
-        from.subslice(0, PAGE_BYTES)?.copy_from(&page.0);
         let started = Instant::now();
-        for index in 0..COPIED_PAGES {
-            let (source, target) = (
-                from.subslice(index * PAGE_BYTES, PAGE_BYTES)?,
-                to.subslice(index * PAGE_BYTES, PAGE_BYTES)?,
-            );
-            source.copy_to_volatile_slice(target);
+        for _ in 0..COPIES {
+            for index in 0..COPIED_PAGES {
+                let (source, target) = (
+                    from.subslice(index * PAGE_BYTES, PAGE_BYTES)?,
+                    to.subslice(index * PAGE_BYTES, PAGE_BYTES)?,
+                );
+                source.copy_to_volatile_slice(target);
+            }
         }
         let seconds = started.elapsed().as_secs_f64();
         to.subslice(0, PAGE_BYTES)?.copy_to(&mut page.0);
         ensure!(page.0[0] == 1, "nothing was copied");
-        Ok(COPIED_PAGES as f64 / seconds)
+        Ok((COPIES * COPIED_PAGES) as f64 / seconds)
     })
     .join()
     .expect("no panic")

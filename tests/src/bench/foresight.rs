@@ -3,7 +3,7 @@
 //!
 //! | column | is fetched behind a miss |
 //! |---|---|
-//! | `streams` | the window of the stream that it is in, as the pager does |
+//! | `streams` | the window of the stream that it is in, or its neighbour where neighbours were next lately, as the pager does |
 //! | `run of 8` | also up to 8 pages of the run that it had left in: its neighbours, those next to it first |
 //! | `8 in order` | also the next 8 pages that left after it, of this run or later ones |
 //!

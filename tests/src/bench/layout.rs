@@ -1,7 +1,8 @@
 //! Which processors run what.
 
 use std::fmt;
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -96,6 +97,21 @@ fn set_of(cpus: &[usize]) -> CpuSet {
         set.set(cpu);
     }
     set
+}
+
+/// How long a processor may take to wake, in microseconds as an `i32`, for as long as the file is open (Linux's
+/// admin-guide/pm/cpuidle).
+const WAKE_LATENCY: &str = "/dev/cpu_dma_latency";
+
+/// Has no processor of the machine sleep where it idles, until what this returns is dropped. To wake one takes as
+/// long as a page, or longer, where the machine is a virtual one, and not as long each time.
+pub fn keep_awake() -> Result<File> {
+    let mut file = File::options()
+        .write(true)
+        .open(WAKE_LATENCY)
+        .context(WAKE_LATENCY)?;
+    file.write_all(&0i32.to_ne_bytes()).context(WAKE_LATENCY)?;
+    Ok(file)
 }
 
 /// Has the calling thread run on these processors alone, and what it starts from now on.

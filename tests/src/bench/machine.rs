@@ -1,6 +1,7 @@
 //! The machine that something was measured on.
 
 use std::fs;
+use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +27,22 @@ pub struct Machine {
     pub load: String,
     /// Version of Outram, and how it was built.
     pub outram: String,
+}
+
+/// The commit of the source tree that this was built in, as it is now.
+fn commit() -> String {
+    let git = Command::new("git")
+        .args([
+            "-C",
+            env!("CARGO_MANIFEST_DIR"),
+            "describe",
+            "--always",
+            "--dirty",
+        ])
+        .output();
+    let told = git.ok().filter(|git| git.status.success());
+    let told = told.map(|git| String::from_utf8_lossy(&git.stdout).trim().to_owned());
+    told.unwrap_or_else(|| "an unknown commit".to_owned())
 }
 
 impl Machine {
@@ -63,7 +80,11 @@ impl Machine {
                 .next()
                 .unwrap_or_default()
                 .to_owned(),
-            outram: format!("{} ({build} build)", env!("CARGO_PKG_VERSION")),
+            outram: format!(
+                "{} ({build} build, in a tree at {})",
+                env!("CARGO_PKG_VERSION"),
+                commit()
+            ),
         }
     }
 }

@@ -35,6 +35,10 @@ pub const FAULT_MEANWHILE: &str = "remote fault, tuning down";
 
 /// Faults that are measured at a time beside something else.
 const BESIDE_FAULTS: u64 = 100;
+/// The same beside a limit that falls, and how many there are before: looking for pages that are not there takes
+/// longer than a fault, and the first of them find threads asleep.
+const TUNING_FAULTS: u64 = 250;
+const TUNING_SKIPPED: u64 = 10;
 /// How often so many are, before a limit falls.
 const AT_REST: usize = 10;
 /// MiB that are on the server then.
@@ -81,6 +85,27 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
     let mut guest = session.guest(mib, 2, mib << 20)?;
     let pages = guest.pages();
     command(&mut guest, "fill", json!({"page": 0, "pages": pages}))?;
+    evict(session, &guest, "eviction of dirty pages")?;
+
+    // With room for what comes, nothing has to leave meanwhile.
+    guest.tune(mib << 20)?;
+    probe_by_floor(session, &mut guest, round, "remote fault")?;
+    squeeze_and_settle(&guest)?;
+    have_clean_ones_leave(session, &mut guest)?;
+    probe_by_floor(session, &mut guest, round, "remote fault at the limit")?;
+    squeeze_and_settle(&guest)?;
+    guest.tune(mib << 20)?;
+    read_in_order(session, &mut guest, "remote pages read in order")?;
+    squeeze_and_settle(&guest)?;
+    guest.tune(mib << 20)?;
+    probe_beside(session, &mut guest, round)?;
+    note_helper(session, &guest)?;
+    guest.end(&[&session.server])
+}
+
+/// What the helper of a guest has used, all of whose pages have come and gone.
+fn note_helper(session: &mut Session, guest: &Guest) -> Result<()> {
+    let pages = guest.pages();
     let status = guest.status()?;
     let helper = (status.kernel_table_bytes + status.kernel_anon_bytes) as f64;
     session.results.note(
@@ -96,21 +121,7 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
     session.results.note(HELPER_ALLOWED, "MiB", allowed_mib);
     let table = status.kernel_table_bytes as f64 / pages as f64;
     session.results.note("page table", "bytes/page", table);
-    evict(session, &guest, "eviction of dirty pages")?;
-
-    // With room for what comes, nothing has to leave meanwhile.
-    guest.tune(mib << 20)?;
-    probe_by_floor(session, &mut guest, round, "remote fault")?;
-    squeeze_and_settle(&guest)?;
-    have_clean_ones_leave(session, &mut guest)?;
-    probe_by_floor(session, &mut guest, round, "remote fault at the limit")?;
-    squeeze_and_settle(&guest)?;
-    guest.tune(mib << 20)?;
-    read_in_order(session, &mut guest, "remote pages read in order")?;
-    squeeze_and_settle(&guest)?;
-    guest.tune(mib << 20)?;
-    probe_beside(session, &mut guest, round)?;
-    guest.end(&[&session.server])
+    Ok(())
 }
 
 /// All pages that may leave, at once.
@@ -147,9 +158,9 @@ fn squeeze_and_settle(guest: &Guest) -> Result<Status> {
     guest.settle()
 }
 
-/// Name of the figure with a percentile of the floor that was measured right before and after these faults.
-pub fn floor_beside(fault: &str, percentile: &str) -> String {
-    format!("{fault}: uffd + wire {percentile}")
+/// Name of the floor that was measured right before and after these faults.
+pub fn floor_beside(fault: &str) -> String {
+    format!("{fault}: uffd + wire")
 }
 
 /// One fault at a time, between two looks at what is the least that it takes.
@@ -162,10 +173,7 @@ fn probe_by_floor(
     let mut floor = session.fault_floor()?;
     probe(session, guest, round, name)?;
     floor.add(&session.fault_floor()?);
-    for (which, percent) in [("p50", 50.0), ("p99", 99.0)] {
-        let figure = floor_beside(name, which);
-        session.results.note(&figure, "µs", floor.us(percent));
-    }
+    session.note_latencies(&floor_beside(name), &floor);
     Ok(())
 }
 
@@ -196,6 +204,7 @@ fn probe(session: &mut Session, guest: &mut Guest, round: usize, name: &str) -> 
 /// to long ago leaves little by little, and what that costs is measured as eviction.
 fn have_clean_ones_leave(session: &mut Session, guest: &mut Guest) -> Result<()> {
     let (count, pages) = (session.settings.faults as u64, guest.pages());
+    let mut written = 0;
     for warmup in 0..MOST_WARMUPS {
         let before = guest.status()?.counters.writeback_pages;
         // Of seeds that no round measures with.
@@ -203,11 +212,14 @@ fn have_clean_ones_leave(session: &mut Session, guest: &mut Guest) -> Result<()>
         let order = json!({"page": 0, "pages": pages, "count": count, "seed": seed});
         command(guest, "probe", order)?;
         squeeze_and_settle(guest)?;
-        let written = guest.status()?.counters.writeback_pages - before;
+        written = guest.status()?.counters.writeback_pages - before;
         if written * 100 <= count {
             return Ok(());
         }
     }
+    session.say(&format!(
+        "of {count} pages that leave at the limit, {written} are written back still"
+    ));
     Ok(())
 }
 
@@ -308,7 +320,7 @@ pub fn measure_faults_while_tuning(session: &mut Session, round: usize) -> Resul
     let seed = session.settings.seed + round as u64;
     // Those that were filled first have left.
     let away = (AWAY_MIB << 20) / PAGE;
-    let order = json!({"page": 0, "pages": away, "count": BESIDE_FAULTS, "seed": seed});
+    let order = json!({"page": 0, "pages": away, "count": TUNING_FAULTS, "skip": TUNING_SKIPPED, "seed": seed});
     let mut at_rest = Vec::new();
     for _ in 0..AT_REST {
         at_rest.push(command(&mut guest, "probe", order.clone())?);

@@ -219,10 +219,6 @@ fn slowdowns(results: &Results, workload: &str, memory: &str) -> Vec<(f64, f64)>
             Some((series.local_ratio, ratio.median))
         })
         .collect();
-    if !points.is_empty() && points.iter().all(|point| point.0 < 1.0) {
-        // What pages only where memory is short is all local here.
-        points.push((1.0, 1.0));
-    }
     points.sort_by(|one, other| one.0.total_cmp(&other.0));
     points
 }

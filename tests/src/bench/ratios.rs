@@ -129,7 +129,7 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
             push(
                 &format!("{fault} ÷ (uffd + wire), {title}"),
                 of(&format!("{fault} {which}")),
-                of(&floor_beside(fault, which)),
+                of(&format!("{} {which}", floor_beside(fault))),
                 true,
             );
         }
@@ -233,8 +233,10 @@ mod tests {
     fn a_fault_is_divided_by_the_floor_of_its_moment() {
         let mut results = sample();
         for floor in [50.0, 100.0] {
-            results.note(&floor_beside("remote fault", "p50"), "µs", floor);
-            results.note(&floor_beside("remote fault", "p99"), "µs", floor);
+            for which in ["p50", "p99"] {
+                let name = format!("{} {which}", floor_beside("remote fault"));
+                results.note(&name, "µs", floor);
+            }
             results.note("remote fault p99", "µs", 2.0 * floor);
             // Of another moment.
             results.note("uffd round trip, sleeping p50", "µs", 1.0);

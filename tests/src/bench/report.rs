@@ -81,6 +81,7 @@ fn write_head(out: &mut String, results: &Results) -> std::fmt::Result {
     writeln!(out, "Layout    {}", machine.layout)?;
     writeln!(out, "Load      {} before it began", machine.load)?;
     writeln!(out, "Outram    {}", machine.outram)?;
+    writeln!(out, "Run as    bench {}", results.arguments.join(" "))?;
     writeln!(
         out,
         "Run       {:.0} s; medians of rounds, least … most",
@@ -120,8 +121,8 @@ fn write_paging(out: &mut String, results: &Results) -> std::fmt::Result {
         "Figures of this machine", "median"
     )?;
     for (name, figure) in &results.figures {
-        // These are in the table of latencies.
-        let is_shown = name.ends_with(" p50") || name.ends_with(" p99");
+        let latency = name.strip_suffix(" p50").or(name.strip_suffix(" p99"));
+        let is_shown = latency.is_some_and(|name| results.distributions.contains_key(name));
         if let Some(found) = Spread::of(&figure.rounds).filter(|_| !is_shown) {
             let title = format!("{name} [{}]", figure.unit);
             writeln!(

@@ -84,6 +84,9 @@ pub struct Results {
     pub is_unfinished: bool,
     /// The machine.
     pub machine: Machine,
+    /// What was asked for, in the words of the command line.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub arguments: Vec<String>,
     /// Latencies by name, all rounds together.
     pub distributions: BTreeMap<String, Distribution>,
     /// Values by name.

@@ -1,5 +1,5 @@
 //! The process that runs a workload on memory that Outram has no part in. It is commanded as the small
-//! VMM is, by `workload` and `exit`.
+//! VMM is, by `ready`, `workload` and `exit`.
 
 use std::io::{BufRead, Write};
 use std::str::FromStr;
@@ -67,6 +67,8 @@ pub fn obey(order: &Order) -> Result<()> {
         let command: Value = serde_json::from_str(&line?)?;
         let memory = as_words(&mut region);
         let result = match command["do"].as_str() {
+            // Its memory is mapped, and nothing of it is there.
+            Some("ready") => Ok(json!({})),
             Some("workload") => work(&command, &mut subject, memory),
             Some("exit") => break,
             other => bail!("unknown command {other:?}"),

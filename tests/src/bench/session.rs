@@ -2,6 +2,7 @@
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use outram_wire::units::PageSize;
 use super::batches;
 use super::contest::Contest;
 use super::far_wire::FarWire;
-use super::floors::{self, FaultFloor, Waiting};
+use super::floors::{self, Waiting};
 use super::layout::{self, Kind, Layout};
 use super::machine::Machine;
 use super::own;
@@ -56,6 +57,8 @@ pub struct Settings {
     pub patience: Duration,
     /// How threads are spread.
     pub layout: Kind,
+    /// Whether processors that idle are kept awake.
+    pub awake: bool,
     /// Ways to move memory that Outram's guests have beside the usual one, and what they are called.
     pub tunings: Vec<(String, Tuning)>,
     /// Whether workloads are also run in guests on huge pages.
@@ -122,6 +125,7 @@ pub struct Session {
     latencies: BTreeMap<String, Latencies>,
     swap: OnceCell<Reserved>,
     began: Instant,
+    _awake: Option<File>,
 }
 
 impl Session {
@@ -129,7 +133,12 @@ impl Session {
     pub fn new(settings: Settings, lent_mib: u64) -> Result<Self> {
         let program = std::env::current_exe().context("this program's own path")?;
         let layout = Layout::new(settings.layout)?;
-        let machine = Machine::this(&layout);
+        let mut machine = Machine::this(&layout);
+        let awake = settings.awake.then(layout::keep_awake).transpose();
+        let awake = awake.context("keeping the processors awake (--awake)")?;
+        if awake.is_some() {
+            machine.layout.push_str("; kept awake");
+        }
         let lab = Lab::new(&program)?;
         if let Some(rate) = &settings.rate {
             bound_wire(rate).context("bounding the wire's rate (--rate)")?;
@@ -142,6 +151,7 @@ impl Session {
             format: FORMAT,
             quick: settings.quick,
             machine,
+            arguments: told(std::env::args().skip(1)),
             ..Results::default()
         };
         Ok(Self {
@@ -155,6 +165,7 @@ impl Session {
             latencies: BTreeMap::new(),
             swap: OnceCell::new(),
             began: Instant::now(),
+            _awake: awake,
         })
     }
 
@@ -215,13 +226,10 @@ impl Session {
     }
 
     /// What a remote fault takes at least just now: the machine's speed changes from second to second.
-    pub fn fault_floor(&self) -> Result<FaultFloor> {
+    pub fn fault_floor(&self) -> Result<Latencies> {
         let count = FLOOR_FAULTS.min(self.settings.faults);
         let store = self.page_store(1)?;
-        Ok(FaultFloor {
-            uffd: floors::faults(&self.layout, Waiting::Sleeping, count)?,
-            wire: floors::wire(&self.layout, &store, count)?.round_trips,
-        })
+        floors::remote_faults(&self.layout, &store, count)
     }
 
     fn measure_floors(&mut self) -> Result<()> {
@@ -310,6 +318,19 @@ impl Session {
         let reserved = Reserved::new(&self.settings.folder)?;
         Ok(self.swap.get_or_init(|| reserved))
     }
+}
+
+/// The arguments but for where the results go.
+fn told(mut arguments: impl Iterator<Item = String>) -> Vec<String> {
+    let mut told = Vec::new();
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--out" => drop(arguments.next()),
+            other if other.starts_with("--out=") => {}
+            _ => told.push(argument),
+        }
+    }
+    told
 }
 
 /// Has the sandbox's own network carry so many bits a second, both ways together; what is beyond waits in one

@@ -136,6 +136,10 @@ struct RunArguments {
     /// (all on one) or free
     #[arg(long, default_value = "split")]
     layout: Kind,
+    /// Keep processors that idle awake (/dev/cpu_dma_latency): how long one takes to wake differs from run to
+    /// run, and hides what a page takes beside it
+    #[arg(long)]
+    awake: bool,
     #[command(flatten)]
     common: CommonArguments,
 }
@@ -500,6 +504,7 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         seed: arguments.common.seed,
         patience: Duration::from_secs(arguments.common.patience),
         layout: arguments.layout,
+        awake: arguments.awake,
         tunings: tunings(arguments),
         huge_pages: arguments.huge_pages,
         delay: Duration::from_micros(arguments.delay),

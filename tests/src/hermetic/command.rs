@@ -1,5 +1,6 @@
 //! Programs run to their end within a time, with what they said kept for the error message.
 
+use std::fmt::Debug;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
@@ -43,6 +44,10 @@ impl Finished {
     }
 }
 
+/// How long an ordinary command may take: much more than `outram` itself may wait for a backend, which is a
+/// minute, or virsh for a libvirtd that has no time.
+pub const COMMAND: Duration = Duration::from_secs(180);
+
 /// Status of coreutils' `timeout` when time was up.
 const TIMED_OUT: i32 = 124;
 
@@ -79,7 +84,36 @@ pub fn run_within(limit: Duration, program: &str, arguments: &[&str]) -> Result<
 
 /// Runs a program that must succeed; returns its standard output.
 pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
-    run_within(Duration::from_secs(60), program, arguments)?.demand_success()
+    run_within(COMMAND, program, arguments)?.demand_success()
+}
+
+/// Waits until what `ask` is answered is as wanted. Who does not answer once may have had no time for it; that
+/// nobody is there to be asked is an error at once.
+pub fn wait_answer<T: Debug>(
+    what: &str,
+    limit: Duration,
+    mut ask: impl FnMut() -> Result<T>,
+    mut wanted: impl FnMut(&T) -> bool,
+) -> Result<T> {
+    let mut last = None;
+    wait_for(what, limit, || match ask() {
+        Ok(answer) if wanted(&answer) => Ok(Some(answer)),
+        Err(error) if is_nobody_there(&error) => Err(error),
+        other => {
+            last = Some(other);
+            Ok(None)
+        }
+    })
+    .with_context(|| format!("the last answer: {last:#?}"))
+}
+
+/// Whether nobody listens at the socket that was to be asked by.
+fn is_nobody_there(error: &anyhow::Error) -> bool {
+    use std::io::ErrorKind::{ConnectionRefused, NotFound};
+    error.chain().any(|cause| {
+        let cause = cause.downcast_ref::<std::io::Error>();
+        cause.is_some_and(|error| matches!(error.kind(), ConnectionRefused | NotFound))
+    })
 }
 
 /// Waits until `probe` gives a value; asks every 50 ms. `what` completes "waited … for …".

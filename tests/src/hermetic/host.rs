@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::command::{Finished, run, run_within, wait_for};
+use super::command::{COMMAND, Finished, run, run_within, wait_for};
 use super::neighbour::FIRST_ADDRESS;
 use super::sandbox;
 
@@ -142,7 +142,7 @@ impl Host {
 
     /// Runs `outram` and returns how it ended.
     pub fn outram(&self, arguments: &[&str]) -> Result<Finished> {
-        run_within(Duration::from_secs(60), &self.program("outram")?, arguments)
+        run_within(COMMAND, &self.program("outram")?, arguments)
     }
 
     /// Runs `outram`, which must succeed; returns what it printed.
@@ -263,7 +263,7 @@ impl Drop for Host {
 
 /// Runs `virsh` on the private libvirt and returns how it ended.
 pub fn virsh(arguments: &[&str]) -> Result<Finished> {
-    run_within(Duration::from_secs(60), "virsh", arguments)
+    run_within(COMMAND, "virsh", arguments)
 }
 
 /// Runs `virsh`, which must succeed; returns what it printed.

@@ -54,6 +54,7 @@ struct Shared {
     orders: Mutex<Orders>,
     recording: AtomicBool,
     withholding: AtomicBool,
+    withheld: AtomicU64,
     /// The two latest writes to each place.
     written: Mutex<HashMap<Extent, Vec<Vec<u8>>>>,
 }
@@ -104,6 +105,11 @@ impl Proxy {
     /// Keeps back answers to writes, which have been carried out, or lets them go.
     pub fn withhold(&self, withhold: bool) {
         self.shared.withholding.store(withhold, Ordering::Relaxed);
+    }
+
+    /// Connections with an answer that is kept back now.
+    pub fn withheld(&self) -> u64 {
+        self.shared.withheld.load(Ordering::Relaxed)
     }
 
     /// Flips a bit in the pages of that many replies to come.
@@ -327,8 +333,8 @@ fn carry_reply(
     let mut payload = vec![0; header.payload_bytes as usize];
     from.read_exact(&mut payload)?;
     let request = lock(asked).pop_front().context("an answer to nothing")?;
-    while request.op == Op::Write && shared.withholding.load(Ordering::Relaxed) {
-        std::thread::sleep(Duration::from_millis(1));
+    if request.op == Op::Write {
+        shared.withhold();
     }
     if request.op == Op::Read && !payload.is_empty() {
         match shared.meddle(&request.extents, &mut payload) {
@@ -346,6 +352,18 @@ fn carry_reply(
 }
 
 impl Shared {
+    /// Returns once answers are not kept back, or no longer.
+    fn withhold(&self) {
+        if !self.withholding.load(Ordering::Relaxed) {
+            return;
+        }
+        self.withheld.fetch_add(1, Ordering::Relaxed);
+        while self.withholding.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.withheld.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// Does to a reply what is to be done to replies, if anything can be; what was done.
     fn meddle(&self, extents: &[Extent], payload: &mut [u8]) -> Option<Mischief> {
         let mut orders = lock(&self.orders);

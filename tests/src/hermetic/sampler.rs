@@ -7,7 +7,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -21,9 +21,6 @@ const PERIOD: Duration = Duration::from_millis(50);
 
 /// Bytes in a block as `st_blocks` counts them, whatever the file system's own block size.
 const STAT_BLOCK: u64 = 512;
-
-/// Value of the limit that means: watch, but do not judge.
-const UNJUDGED: u64 = u64::MAX;
 
 /// One look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -60,14 +57,22 @@ pub struct Seen {
     pub over: Vec<(Sample, u64)>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Shared {
     stop: AtomicBool,
-    /// Bytes allowed, headroom included.
-    allowed: AtomicU64,
+    book: Mutex<Book>,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    /// Bytes allowed, headroom included; `None` where nothing is judged.
+    allowed: Option<u64>,
     /// The backend's stated fixed anonymous memory.
-    fixed_anon: AtomicU64,
-    seen: Mutex<Seen>,
+    fixed_anon: u64,
+    /// How often what was before ceased to matter. A sample takes a while: one that was begun before is of no
+    /// time that is judged.
+    turns: u64,
+    seen: Seen,
 }
 
 /// A sampler at work.
@@ -91,12 +96,7 @@ pub struct Stated {
 impl Sampler {
     /// Starts to watch a guest that may not have been started yet.
     pub fn start(guest: &Guest) -> Self {
-        let shared = Arc::new(Shared {
-            stop: AtomicBool::new(false),
-            allowed: AtomicU64::new(UNJUDGED),
-            fixed_anon: AtomicU64::new(0),
-            seen: Mutex::new(Seen::default()),
-        });
+        let shared = Arc::new(Shared::default());
         let for_thread = Arc::clone(&shared);
         let (name, run_dir) = (guest.name().to_owned(), guest.run_dir());
         let network = guest.place.network();
@@ -110,37 +110,33 @@ impl Sampler {
 
     /// Judges from now on, and judges the past too: nothing seen so far may have cost more.
     pub fn judge(&self, stated: Stated) {
-        self.shared
-            .fixed_anon
-            .store(stated.fixed_anon, Ordering::Relaxed);
-        let allowed = stated.limit + stated.headroom;
-        self.shared.allowed.store(allowed, Ordering::Relaxed);
-        let mut seen = lock(&self.shared.seen);
-        let mut peak = seen.peak;
+        let mut book = lock(&self.shared.book);
+        let allowed = book.judge_by(stated);
+        let mut peak = book.seen.peak;
         peak.fixed_anon = stated.fixed_anon;
-        if seen.samples > 0 && peak.cost() > allowed {
-            seen.over.push((peak, allowed));
+        if book.seen.samples > 0 && peak.cost() > allowed {
+            book.seen.over.push((peak, allowed));
         }
     }
 
     /// Judges from now on; what was before is not asked.
     pub fn judge_from_now(&self, stated: Stated) {
-        self.shared
-            .fixed_anon
-            .store(stated.fixed_anon, Ordering::Relaxed);
-        let allowed = stated.limit + stated.headroom;
-        self.shared.allowed.store(allowed, Ordering::Relaxed);
+        let mut book = lock(&self.shared.book);
+        book.judge_by(stated);
+        book.turns += 1;
     }
 
     /// Watches without judging: a limit is on its way to another.
     pub fn pause(&self) {
-        self.shared.allowed.store(UNJUDGED, Ordering::Relaxed);
-        lock(&self.shared.seen).peak = Sample::default();
+        let mut book = lock(&self.shared.book);
+        book.allowed = None;
+        book.turns += 1;
+        book.seen.peak = Sample::default();
     }
 
     /// What was seen so far.
     pub fn seen(&self) -> Seen {
-        lock(&self.shared.seen).clone()
+        lock(&self.shared.book).seen.clone()
     }
 
     /// Ends the watch; fails where the allowance was ever exceeded.
@@ -173,6 +169,37 @@ impl Drop for Sampler {
     }
 }
 
+impl Book {
+    /// Takes these for what is allowed; how much that is.
+    fn judge_by(&mut self, stated: Stated) -> u64 {
+        let allowed = stated.limit + stated.headroom;
+        self.fixed_anon = stated.fixed_anon;
+        self.allowed = Some(allowed);
+        allowed
+    }
+
+    /// Notes a sample that was begun in this turn.
+    fn note(&mut self, mut sample: Sample, turn: u64) {
+        sample.fixed_anon = self.fixed_anon;
+        let seen = &mut self.seen;
+        seen.samples += 1;
+        seen.with_guest += u64::from(sample.memfd > 0);
+        seen.last = sample;
+        if turn != self.turns {
+            return;
+        }
+        if sample.cost() > seen.peak.cost() {
+            seen.peak = sample;
+        }
+        if let Some(allowed) = self.allowed.filter(|allowed| sample.cost() > *allowed) {
+            seen.over.push((sample, allowed));
+            seen.over
+                .sort_by_key(|(sample, _)| std::cmp::Reverse(sample.cost()));
+            seen.over.truncate(10);
+        }
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -182,6 +209,7 @@ fn watch(name: &str, run_dir: &Path, network: Option<&Path>, shared: &Shared) {
     let mut backend = None;
     while !shared.stop.load(Ordering::Relaxed) {
         let start = Instant::now();
+        let turn = lock(&shared.book).turns;
         if !qemu.is_some_and(|pid| is_alive(pid, "qemu-system")) {
             qemu = find_process("qemu-system", &format!("guest={name}"), network);
         }
@@ -189,31 +217,15 @@ fn watch(name: &str, run_dir: &Path, network: Option<&Path>, shared: &Shared) {
             let uuid = run_dir.file_name().and_then(|uuid| uuid.to_str());
             backend = uuid.and_then(|uuid| find_process("outram-backend", uuid, network));
         }
-        let mut sample = Sample {
+        let sample = Sample {
             memfd: qemu.map_or(0, ram_file_bytes),
             staging: folder_bytes(&run_dir.join("state")),
             anon: backend.and_then(anonymous_bytes).unwrap_or(0),
-            fixed_anon: shared.fixed_anon.load(Ordering::Relaxed),
+            // Stated, not measured.
+            fixed_anon: 0,
         };
-        note(shared, &mut sample);
+        lock(&shared.book).note(sample, turn);
         std::thread::sleep(PERIOD.saturating_sub(start.elapsed()));
-    }
-}
-
-fn note(shared: &Shared, sample: &mut Sample) {
-    let allowed = shared.allowed.load(Ordering::Relaxed);
-    let mut seen = lock(&shared.seen);
-    seen.samples += 1;
-    seen.with_guest += u64::from(sample.memfd > 0);
-    seen.last = *sample;
-    if sample.cost() > seen.peak.cost() {
-        seen.peak = *sample;
-    }
-    if allowed != UNJUDGED && sample.cost() > allowed {
-        seen.over.push((*sample, allowed));
-        seen.over
-            .sort_by_key(|(sample, _)| std::cmp::Reverse(sample.cost()));
-        seen.over.truncate(10);
     }
 }
 

@@ -172,7 +172,8 @@ impl MemServer {
     }
 
     fn wait_ready(&mut self) -> Result<()> {
-        let (child, address, log) = (&mut self.child, &self.address, &self.log);
+        let (child, log) = (&mut self.child, &self.log);
+        let listens = |address: &str| TcpStream::connect(address).is_ok();
         wait_for(
             "the memory server to listen",
             Duration::from_secs(60),
@@ -183,7 +184,9 @@ impl MemServer {
                         log.display()
                     );
                 }
-                Ok(TcpStream::connect(address).ok().map(drop))
+                // Scrapers are answered after clients are.
+                let is_ready = listens(&self.address) && listens(&self.metrics);
+                Ok(is_ready.then_some(()))
             },
         )
     }

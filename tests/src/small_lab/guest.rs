@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use super::backend::{spawn_backend, start_backend, tail};
 use super::control::Control;
 use super::{LEAST, LEAST_HUGE, LONG, Lab, PAGE, WHILE};
-use crate::hermetic::command::wait_for;
+use crate::hermetic::command::{wait_answer, wait_for};
 use crate::hermetic::server::MemServer;
 use crate::small_vmm::client::{Plan, SmallVmm};
 
@@ -330,14 +330,17 @@ impl Guest {
 
     /// Waits until its status is as wanted.
     pub fn wait_status(&self, what: &str, wanted: impl Fn(&Status) -> bool) -> Result<Status> {
-        let mut last = None;
-        wait_for(what, LONG, || {
-            let status = self.status()?;
-            let is_wanted = wanted(&status);
-            last = Some(status.clone());
-            Ok(is_wanted.then_some(status))
-        })
-        .with_context(|| format!("{last:#?}\n{}", self.log()))
+        self.wait_status_within(LONG, what, wanted)
+    }
+
+    /// The same for so long.
+    pub fn wait_status_within(
+        &self,
+        limit: Duration,
+        what: &str,
+        wanted: impl Fn(&Status) -> bool,
+    ) -> Result<Status> {
+        wait_answer(what, limit, || self.status(), wanted).with_context(|| self.log())
     }
 
     /// Size of its pages in the kernel.

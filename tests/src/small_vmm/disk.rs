@@ -73,8 +73,8 @@ impl Rings {
         })
     }
 
-    /// Writes descriptors from index 0 on, offers `head` and waits for the device: `used` is what
-    /// it answered, null where it did not within the time.
+    /// Writes descriptors from index 0 on, offers `head` and waits until the device answers, reports
+    /// the queue as broken, or neither within the time: `used` is the answer, null without one.
     pub(super) fn submit(
         &mut self,
         ram: &Ram,
@@ -135,24 +135,40 @@ impl Rings {
         Ok(self.kick.write(1)?)
     }
 
-    /// Whether the device reported the queue as broken since last asked.
-    pub(super) fn is_reported_broken(&self) -> bool {
+    /// Whether the device reports the queue as broken within the time, or did since last asked.
+    pub(super) fn wait_until_broken(&self, wait: Duration) -> bool {
+        let deadline = Instant::now() + wait;
+        loop {
+            // A report that came while this thread stood still is one, too.
+            let is_late = Instant::now() >= deadline;
+            if self.is_reported_broken() {
+                return true;
+            }
+            if is_late {
+                return false;
+            }
+            std::thread::sleep(TICK);
+        }
+    }
+
+    fn is_reported_broken(&self) -> bool {
         self.error.read().is_ok()
     }
 
     fn wait_for_used(&mut self, ram: &Ram, wait: Duration) -> Result<Value> {
         let deadline = Instant::now() + wait;
-        let (head, length) = loop {
-            if let Some(answer) = self.take_used(ram)? {
-                break answer;
-            }
-            if Instant::now() >= deadline {
-                return Ok(json!({"used": null, "broken": self.is_reported_broken()}));
+        loop {
+            let is_late = Instant::now() >= deadline;
+            // In this order: an answer before the report is seen with it.
+            let is_broken = self.is_reported_broken();
+            let answer = self.take_used(ram)?;
+            if answer.is_some() || is_broken || is_late {
+                let called = self.call.read().is_ok();
+                let used = answer.map(|(head, length)| json!({"id": head, "length": length}));
+                return Ok(json!({"used": used, "called": called, "broken": is_broken}));
             }
             std::thread::sleep(TICK);
-        };
-        let called = self.call.read().is_ok();
-        Ok(json!({"used": {"id": head, "length": length}, "called": called}))
+        }
     }
 }
 

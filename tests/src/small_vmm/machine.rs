@@ -8,7 +8,7 @@
 //! | `verify` | `page` `pages` | `checked` `mismatches` `first_bad` |
 //! | `work` | `page` `pages` `seconds` `write_share` `seed` | verifies and rewrites at random |
 //! | `touch` | `page` `pages` `write` | accesses one word of each page |
-//! | `probe` | `page` `pages` `count` `seed` | reads pages that are not in the memfd, one at a time, at random: `latencies` |
+//! | `probe` | `page` `pages` `count` `skip` `seed` | reads pages that are not in the memfd, one at a time, at random: `latencies`, without the first `skip` |
 //! | `hold` | `page` `pages` `seconds` | uses the pages over and over: `latencies` of each use |
 //! | `workload` | `task` `phase` | `prepare`, `run` or `digest` of a [workload](crate::bench::workloads), from page 0 on |
 //! | `discard` | `page` `pages` | gives pages back as a balloon does; they read as zeros then |
@@ -19,12 +19,12 @@
 //! | `peek` | `address` `length` | `bytes` in hexadecimal |
 //! | `poke` | `address` `bytes` | stores them |
 //! | `request` | `queue` `type` `sector` `bytes` `page` `wait_ms` | `status` `used` `data` |
-//! | `submit` | `queue` `descriptors` `head` `wait_ms` | any chain: `[[address,length,flags,next],…]` |
-//! | `overrun` | `queue` `by` | offers more than there is; whether it was reported `broken` |
+//! | `submit` | `queue` `descriptors` `head` `wait_ms` | any chain, `[[address,length,flags,next],…]`: `used` `broken` |
+//! | `overrun` | `queue` `by` `wait_ms` | offers more than there is; whether it was reported `broken` |
 //! | `disk-load` | `queue` `first` `blocks` `page` `depth` `seconds` `seed` | requests of all sorts at a time: `mismatches` `errors` |
 //!
 //! By the main thread: `connect`, `connect-silently` (says nothing there), `disconnect`, `disk-start` (`queue` `size` `page` `event_idx`), `disk-again`
-//! (tells every started queue to a new connection, as it is), `disk-stop` (`queue`), `plug` (`bytes`), `log-start` (`bytes`: of the log of pages that the device writes, large
+//! (tells every started queue to a new connection, as it is), `disk-stop` (`queue`; `keep`: to be told again), `plug` (`bytes`), `log-start` (`bytes`: of the log of pages that the device writes, large
 //! enough unless said), `log-take` (answers `pages`), `log-stop`, `bombard` (`count`: signals to every vCPU), `info`, `exit`, `abort`.
 
 use std::collections::BTreeMap;
@@ -192,7 +192,7 @@ fn number(command: &Value, key: &str) -> Result<u64> {
 }
 
 fn wait_of(command: &Value) -> Duration {
-    Duration::from_millis(command["wait_ms"].as_u64().unwrap_or(5000))
+    Duration::from_millis(command["wait_ms"].as_u64().unwrap_or(120_000))
 }
 
 fn obey_on_main(
@@ -242,8 +242,10 @@ fn obey_on_main(
         "disk-stop" => {
             let queue = number(command, "queue")?;
             let base = front.stop(queue as usize)?;
-            let mut queues = board.queues.lock().expect("no holder panics");
-            queues.remove(&queue);
+            if !command["keep"].as_bool().unwrap_or(false) {
+                let mut queues = board.queues.lock().expect("no holder panics");
+                queues.remove(&queue);
+            }
             Ok(json!({"base": base}))
         }
         "log-start" | "log-stop" => {
@@ -336,6 +338,7 @@ fn use_stretch(action: &str, command: &Value, board: &Board) -> Result<Value> {
         "probe" => probe::absent(
             &stretch,
             number(command, "count")?,
+            command["skip"].as_u64().unwrap_or(0),
             command["seed"].as_u64().unwrap_or(1),
         ),
         "hold" => probe::hold(&stretch, command["seconds"].as_f64().unwrap_or(1.0)),
@@ -390,8 +393,7 @@ fn drive_disk(command: &Value, board: &Board) -> Result<Value> {
         Some("overrun") => {
             let by = u16::try_from(number(command, "by")?)?;
             rings.overrun(&board.ram, by)?;
-            std::thread::sleep(wait_of(command));
-            Ok(json!({"broken": rings.is_reported_broken()}))
+            Ok(json!({"broken": rings.wait_until_broken(wait_of(command))}))
         }
         _ => {
             let list = command["descriptors"].as_array();

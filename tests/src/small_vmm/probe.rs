@@ -15,7 +15,8 @@ use crate::bench::usage::ThreadUsage;
 use crate::split_mix::SplitMix;
 
 /// Reads a word each of at most `count` pages that are not in the memfd, in random order; of huge pages one each.
-pub(super) fn absent(stretch: &Stretch, count: u64, seed: u64) -> Result<Value> {
+/// The latencies are without the first `skip` of them, which may find threads asleep.
+pub(super) fn absent(stretch: &Stretch, count: u64, skip: u64, seed: u64) -> Result<Value> {
     let mut pages = Vec::new();
     for (block, page, _) in stretch.state() {
         if page % block.discard_pages() == 0 && !block.has_page(page)? {
@@ -26,12 +27,15 @@ pub(super) fn absent(stretch: &Stretch, count: u64, seed: u64) -> Result<Value> 
     let mut latencies = Latencies::default();
     let before = ThreadUsage::now()?;
     let began = Instant::now();
-    for (block, page) in pages.iter().take(usize::try_from(count)?) {
+    let (count, skip) = (usize::try_from(count)?, usize::try_from(skip)?);
+    for (index, (block, page)) in pages.iter().take(count).enumerate() {
         let slice = block.page(*page)?;
         let started = Instant::now();
         let word: u64 = slice.load(0, Ordering::Relaxed)?;
         std::hint::black_box(word);
-        latencies.record(started.elapsed().as_nanos() as u64);
+        if index >= skip {
+            latencies.record(started.elapsed().as_nanos() as u64);
+        }
     }
     let seconds = began.elapsed().as_secs_f64();
     let used = ThreadUsage::now()?.since(&before);

@@ -12,8 +12,9 @@ use outram_wire::control::{Phase, Status, is_supervised};
 use crate::Test;
 use crate::far_disk::{VERY_LONG, demand_no_error, demand_same};
 use crate::fixture::{
-    HALF, LONG, Lab, RAM_MIB, SHARE, SHORT, check, demand_no_mismatch, power_off,
+    HALF, LONG, Lab, RAM_MIB, SHARE, SHORT, check, check_limit, demand_no_mismatch, power_off,
 };
+use crate::reconnect::wait_greeted;
 
 pub(crate) const TESTS: &[Test] = &[
     ("a_guest_outlives_its_backends", outlive),
@@ -24,11 +25,12 @@ pub(crate) const TESTS: &[Test] = &[
 ];
 
 fn outlive(lab: &Lab) -> Result<()> {
+    const SECONDS: u64 = 25;
     let server = lab.server("1GiB")?;
     let guest = lab.attach(Spec::new("outlives", RAM_MIB), &HALF, &server.address)?;
     let mut console = guest.boot()?;
     let first = guest.status()?;
-    console.send(&format!("check {SHARE} 25"))?;
+    console.send(&format!("check {SHARE} {SECONDS}"))?;
 
     // The pager alone: nobody has to do anything.
     let mut now = first.clone();
@@ -77,7 +79,7 @@ fn outlive(lab: &Lab) -> Result<()> {
         now = next;
     }
 
-    let report = console.expect(&["CHECKER"], LONG)?;
+    let report = console.expect(&["CHECKER"], check_limit(SECONDS))?;
     demand_no_mismatch(&console, &report)?;
     lab.tune(&guest, &["--local-ratio", "0.3"])?;
     check(&mut console, SHARE, 1)?;
@@ -111,6 +113,7 @@ fn file_system(lab: &Lab) -> Result<()> {
                 guest.wait_status("QEMU to be back at the disk", SHORT, |status| {
                     status.disk.as_ref().and_then(|disk| disk.connected) == Some(true)
                 })?;
+                wait_greeted(&guest)?;
             }
             let report = console.expect(&["FS"], VERY_LONG)?;
             if work == "fs-verify" {
@@ -133,7 +136,8 @@ pub(crate) fn end(pid: u32) -> Result<()> {
     Ok(kill(Pid::from_raw(pid as i32), Signal::SIGKILL)?)
 }
 
-fn parent(pid: u32) -> Result<i32> {
+/// The process that started this one.
+pub(crate) fn parent(pid: u32) -> Result<i32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
     Ok(line.unwrap_or_default().trim().parse()?)

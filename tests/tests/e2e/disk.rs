@@ -5,12 +5,16 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::guest::Spec;
 use outram_tests::hermetic::host::virsh_ok;
 
 use crate::Test;
+use crate::backend_dies::parent;
 use crate::fixture::{
-    HALF, LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, power_off, wait_under_limit,
+    HALF, LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, kernel_cost, power_off, wait_under_limit,
 };
 
 pub(crate) const TESTS: &[Test] = &[
@@ -94,13 +98,36 @@ fn direct(lab: &Lab) -> Result<()> {
     })?;
     lab.host
         .outram_ok(&["tune", guest.name(), "--local-ratio", "0.2"])?;
-    let before = guest.status()?.counters.evicted_pages;
+    // What was on its way out when the disk was seen still leaves.
+    let evicted = || Ok::<_, anyhow::Error>(guest.status()?.counters.evicted_pages);
+    let mut before = evicted()?;
+    wait_for("eviction to stand still", SHORT, || {
+        sleep(Duration::from_secs(1));
+        let now = evicted()?;
+        Ok((std::mem::replace(&mut before, now) == now).then_some(()))
+    })?;
     sleep(Duration::from_secs(3));
     let status = guest.status()?;
     ensure!(
         status.counters.evicted_pages == before,
         "{before} pages had left: {status:?}"
     );
+    ensure!(
+        kernel_cost(&status) > status.limit_bytes + status.headroom_bytes,
+        "all that had to leave has left: {status:?}"
+    );
+
+    // Where nobody looks any more, and where another begins to.
+    kill(Pid::from_raw(parent(status.backend_pid)?), Signal::SIGKILL)?;
+    sleep(Duration::from_secs(2));
+    let alone = guest.status()?;
+    ensure!(is_told(&alone.detail), "{alone:?}");
+    ensure!(alone.counters.evicted_pages == before, "{alone:?}");
+    lab.host.outram_ok(&["restart", guest.name()])?;
+    // The guest may wait for room meanwhile.
+    let successor = guest.wait_status("the successor to tell of it", SHORT, |status| {
+        status.backend_pid != alone.backend_pid && is_told(&status.detail)
+    })?;
 
     // To let go of it the guest may need room.
     lab.host
@@ -113,7 +140,8 @@ fn direct(lab: &Lab) -> Result<()> {
     lab.host
         .outram_ok(&["tune", guest.name(), "--local-ratio", "0.2"])?;
     let status = wait_under_limit(&guest)?;
-    ensure!(status.counters.evicted_pages > before, "{status:?}");
+    let held = successor.counters.evicted_pages;
+    ensure!(status.counters.evicted_pages > held, "{status:?}");
     let report = console.ask("verify", "CHECKER", LONG)?;
     demand_no_mismatch(&console, &report)?;
     power_off(&guest, &mut console, &server)

@@ -4,13 +4,14 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::console::{Answer, Console};
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::virsh_ok;
 use outram_wire::control::{DiskState, DiskStatus};
 
 use crate::Test;
-use crate::fixture::{LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch};
+use crate::fixture::{LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, wait_slabs};
 
 pub(crate) const TESTS: &[Test] = &[
     ("far_disk_as_swap_of_a_guest_with_little_ram", swap),
@@ -97,12 +98,12 @@ fn file_system(lab: &Lab) -> Result<()> {
     // One page in 32 of the checker's is all zeros, and not stored.
     ensure!(full.stored_bytes >= (FILES << 20) / 16 * 15, "{full:?}");
     console.ask(&format!("fs-remove {FILES}"), "FS", LONG)?;
-    let trimmed = demand_no_error(&guest)?;
-    ensure!(trimmed.discards > 0, "{trimmed:?}");
-    ensure!(
-        trimmed.stored_bytes + ((FILES - 8) << 20) < full.stored_bytes,
-        "what is trimmed gives its room back: {full:?}, then {trimmed:?}"
-    );
+    guest.wait_status("what is trimmed to give its room back", SHORT, |status| {
+        status.disk.as_ref().is_some_and(|trimmed| {
+            trimmed.discards > 0 && trimmed.stored_bytes + ((FILES - 8) << 20) < full.stored_bytes
+        })
+    })?;
+    demand_no_error(&guest)?;
     let shown = lab.host.outram_ok(&["status", guest.name()])?;
     ensure!(shown.contains("volatile"), "{shown}");
     guest.destroy()?;
@@ -116,8 +117,13 @@ fn emptied(lab: &Lab) -> Result<()> {
     write_and_verify(&mut console)?;
     console.ask("bare-clear discard", "BARE", LONG)?;
     demand_same(&console.ask("bare-verify 16 0", "BARE", LONG)?)?;
-    let disk = demand_no_error(&guest)?;
-    ensure!(disk.stored_bytes == 0 && disk.leased_slabs == 0, "{disk:?}");
+    guest.wait_status("the disk to give its room back", SHORT, |status| {
+        status
+            .disk
+            .as_ref()
+            .is_some_and(|disk| disk.stored_bytes == 0 && disk.leased_slabs == 0)
+    })?;
+    demand_no_error(&guest)?;
     write_and_verify(&mut console)?;
     console.send("poweroff")?;
     guest.wait_state("shut off", LONG)?;
@@ -214,8 +220,17 @@ fn listed_and_dropped(lab: &Lab) -> Result<()> {
     let id = in_use["disk"].as_str().context("it has a name")?;
     drop_is_refused(lab, &["disk", "drop", id], "running")?;
 
+    // The server parks a disk once its connection has ended, which may be after the backend has.
+    let wait_parked = || {
+        wait_for("the disk to be parked", SHORT, || {
+            let disks = listed()?;
+            let is_parked = disks.iter().all(|disk| !disk["parked_s"].is_null());
+            Ok(is_parked.then_some(()))
+        })
+    };
     virsh_ok(&["managedsave", name])?;
     guest.wait_backend_gone(SHORT)?;
+    wait_parked()?;
     let shown = lab.host.outram_ok(&["disk", "list"])?;
     ensure!(
         shown.contains("parked for") && shown.contains(name),
@@ -224,11 +239,8 @@ fn listed_and_dropped(lab: &Lab) -> Result<()> {
     drop_is_refused(lab, &["disk", "drop", name], "saved state")?;
     virsh_ok(&["managedsave-remove", name])?;
     lab.host.outram_ok(&["disk", "drop", name])?;
-    ensure!(
-        listed()?.is_empty() && server.slabs_leased()? == 0,
-        "{:?}",
-        listed()?
-    );
+    ensure!(listed()?.is_empty(), "{:?}", listed()?);
+    wait_slabs(&server, |slabs| slabs == 0)?;
     drop_is_refused(lab, &["disk", "drop", name], "no server keeps")?;
 
     // What a shut-off guest leaves parked goes with its settings, if asked.
@@ -238,9 +250,9 @@ fn listed_and_dropped(lab: &Lab) -> Result<()> {
     guest.wait_state("shut off", LONG)?;
     guest.wait_backend_gone(SHORT)?;
     ensure!(server.slabs_leased()? > 0, "it is parked");
+    wait_parked()?;
     lab.host.outram_ok(&["detach", "--drop-disk", name])?;
-    ensure!(server.slabs_leased()? == 0, "it is dropped");
-    Ok(())
+    wait_slabs(&server, |slabs| slabs == 0)
 }
 
 fn drop_is_refused(lab: &Lab, words: &[&str], because: &str) -> Result<()> {

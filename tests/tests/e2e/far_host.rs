@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use outram_tests::hermetic::command::{run, wait_for};
+use outram_tests::hermetic::command::{run, run_within, wait_for};
 use outram_tests::hermetic::console::Console;
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::hard_limit::HardLimit;
@@ -19,10 +19,11 @@ use outram_tests::hermetic::server::sample;
 use outram_tests::hermetic::suite::need;
 use outram_tests::lab_guest::{self, Boot, Cable, KERNEL_DOES_IT, Kernel, LabGuest};
 use outram_tests::small_lab::PAGE;
-use outram_wire::control::Phase;
+use outram_wire::control::{Phase, Status};
 
 use crate::Test;
 use crate::backend_dies::{end, wait_for_another};
+use crate::far_disk::VERY_LONG;
 use crate::fixture::{LONG, Lab, SHORT, demand_no_mismatch, top, wait_under_limit};
 use crate::live::outram;
 use crate::under_kvm::{GUEST, SHOWN, again_in, in_lab_guests, long_wanted};
@@ -77,7 +78,8 @@ fn on_one_cable(lab: &Lab, images: &Path) -> Result<()> {
     let [far_end, near_end] = Cable::within(folder.path());
     thread::scope(|scope| {
         let other = scope.spawn(|| OTHER.run_joined(images, &there, LIMIT, Some(&far_end)));
-        let serves = wait_for("the other machine to serve", LONG, || {
+        // It may be silent for as long as LONG before it ends by itself, which says more.
+        let serves = wait_for("the other machine to serve", 2 * LONG, || {
             ensure!(!other.is_finished(), "it has ended");
             Ok(there.join("serves").exists().then_some(()))
         });
@@ -216,7 +218,7 @@ const SWAP_MIB: u64 = 256;
 /// What is local while all is verified at the end: with less, each page would also have to send one away.
 const LAST: &str = "0.75";
 
-/// How often it works at most before what the kernel swaps is counted.
+/// How often it works at most before what the kernel swaps is counted, and until pages have come and gone.
 const SETTLING: usize = 4;
 
 /// On the first machine.
@@ -280,7 +282,9 @@ fn paged(lab: &Lab, form: &Form) -> Result<()> {
             demand_transport(lab, &guest, *way)?;
         }
         if at + 1 < form.ways.len() {
-            outram(lab, &["detach", guest.name(), "--live", "--config"])?;
+            // All that is elsewhere comes home, a page in milliseconds.
+            let detach = ["detach", guest.name(), "--live", "--config"];
+            run_within(VERY_LONG, &lab.host.program("outram")?, &detach)?.demand_success()?;
             wait_returned()?;
         } else {
             lab.tune(&guest, &["--local-ratio", LAST])?;
@@ -311,20 +315,23 @@ fn measure(
     visits.work(console, work_seconds)?;
     let latencies = || Latencies::read(&guest.metrics()?, "remote");
     let (before, server) = ((guest.status()?, latencies()?), server_seconds()?);
-    let (visited, took) = visits.work(console, work_seconds)?;
-    let after = (guest.status()?, latencies()?);
-    let server = server_seconds()? - server;
-    let latencies = after.1.since(&before.1);
-    let (before, after) = (before.0.counters, after.0.counters);
-    let (fetched, written) = (
+    let (mut visited, mut took, mut worked) = (0, 0.0, 0);
+    let (fetched, written, latencies) = loop {
+        let (more, seconds) = visits.work(console, work_seconds)?;
+        (visited, took, worked) = (visited + more, took + seconds, worked + 1);
+        let after = (guest.status()?.counters, latencies()?);
         // Also those that nobody had waited for.
-        (after.wire_received_bytes - before.wire_received_bytes) / PAGE,
-        after.writeback_pages - before.writeback_pages,
-    );
-    ensure!(
-        fetched > 0 && written > 0 && latencies.count() > 0,
-        "nothing went to and fro: {after:?}"
-    );
+        let received = after.0.wire_received_bytes - before.0.counters.wire_received_bytes;
+        let fetched = received / PAGE;
+        let written = after.0.writeback_pages - before.0.counters.writeback_pages;
+        let latencies = after.1.since(&before.1);
+        if fetched > 0 && written > 0 && latencies.count() > 0 {
+            break (fetched, written, latencies);
+        }
+        // Where the machine stands still, a guest may not get to anything in its few seconds.
+        ensure!(worked < SETTLING, "nothing went to and fro: {after:?}");
+    };
+    let server = server_seconds()? - server;
     let rest = format!(
         "{:>9.0}{:>9.0}{:>9.0}{:>20.1}",
         latencies.us_mean(),
@@ -349,15 +356,15 @@ fn lose_frames(guest: &Guest) -> Result<()> {
         "replace",
         &["lladdr", "52:54:00:00:02:99", "nud", "permanent"],
     )?;
-    wait_for("the guest to wait for its server", LONG, || {
-        let status = guest.status()?;
-        let waits = status.phase == Phase::Stalled && status.waiting_faults > 0;
-        Ok(waits.then_some(()))
+    guest.wait_status("the guest to wait for its server", LONG, |status| {
+        status.phase == Phase::Stalled && status.waiting_faults > 0
     })?;
     neighbour("delete", &[])?;
-    wait_for("the guest to go on", LONG, || {
-        Ok((guest.status()?.phase == Phase::Serving).then_some(()))
-    })
+    guest
+        .wait_status("the guest to go on", LONG, |status| {
+            status.phase == Phase::Serving
+        })
+        .map(drop)
 }
 
 fn verify(console: &mut Console) -> Result<()> {
@@ -365,19 +372,23 @@ fn verify(console: &mut Console) -> Result<()> {
     demand_no_mismatch(console, &report)
 }
 
-/// As a program reads it, and as people do.
+/// As a program reads it, and as people do. A pager that has just begun may still be connecting.
 fn demand_transport(lab: &Lab, guest: &Guest, way: Way) -> Result<()> {
-    let status = guest.status()?;
-    let server = status.servers.first().context("no server")?;
-    let found = server.transport.as_deref();
-    ensure!(
-        found == Some(way.transport),
-        "not {}: {status:?}",
-        way.transport
-    );
-    let told = lab.host.outram_ok(&["status", guest.name()])?;
-    ensure!(told.contains(way.transport), "{told}");
-    Ok(())
+    let goes_so = |status: &Status| {
+        let server = status.servers.first();
+        server.is_some_and(|server| {
+            server.connected && server.transport.as_deref() == Some(way.transport)
+        })
+    };
+    guest.wait_status("pages to go the way that was asked for", LONG, goes_so)?;
+    let mut told = String::new();
+    wait_for("'outram status' to say so", LONG, || {
+        let finished = lab.host.outram(&["status", guest.name()])?;
+        told = finished.said();
+        let says_so = finished.success() && told.contains(way.transport);
+        Ok(says_so.then_some(()))
+    })
+    .with_context(|| format!("it says: {told}"))
 }
 
 /// Processor time that the server's process has taken.

@@ -11,7 +11,7 @@ use outram_tests::hermetic::hard_limit::HardLimit;
 use outram_tests::hermetic::host::Host;
 use outram_tests::hermetic::server::MemServer;
 use outram_tests::hermetic::suite::Skipped;
-use outram_wire::control::Status;
+use outram_wire::control::{Phase, Status};
 
 /// The private host that all tests share.
 pub(crate) struct Lab {
@@ -154,6 +154,11 @@ pub(crate) fn wait_under_limit(guest: &Guest) -> Result<Status> {
     })
 }
 
+/// Whether a guest is served, by all of its servers.
+pub(crate) fn is_served(status: &Status) -> bool {
+    status.phase == Phase::Serving && status.servers.iter().all(|server| server.connected)
+}
+
 /// Ends a guest from inside and waits until nothing of it is left, on the server neither.
 pub(crate) fn power_off(guest: &Guest, console: &mut Console, server: &MemServer) -> Result<()> {
     console.send("poweroff")?;
@@ -172,12 +177,18 @@ pub(crate) fn wait_slabs(server: &MemServer, wanted: impl Fn(u64) -> bool) -> Re
     .with_context(|| format!("the server still counts {last} slabs"))
 }
 
-/// Runs the checker in a guest over `share` per cent of its RAM and demands that all is well.
+/// Runs the checker in a guest over `share` per cent of its RAM and demands that all is well. It fills, works
+/// for so many seconds and verifies before it answers.
 pub(crate) fn check(console: &mut Console, share: u64, seconds: u64) -> Result<Answer> {
-    let limit = Duration::from_secs(120 + 6 * seconds);
-    let report = console.ask(&format!("check {share} {seconds}"), "CHECKER", limit)?;
+    let check = format!("check {share} {seconds}");
+    let report = console.ask(&check, "CHECKER", check_limit(seconds))?;
     demand_no_mismatch(console, &report)?;
     Ok(report)
+}
+
+/// How long that may take.
+pub(crate) fn check_limit(seconds: u64) -> Duration {
+    LONG + Duration::from_secs(120 + 6 * seconds)
 }
 
 /// Fails where a checker's report has mismatches, or has checked nothing.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use outram_tests::hermetic::command::run_within;
+use outram_tests::hermetic::command::{run_within, wait_for};
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::virsh_ok;
 use outram_tests::hermetic::suite::Skipped;
@@ -132,10 +132,10 @@ fn tell_to_end(guest: &Guest) -> Result<()> {
             "after {signal}: {status:?}"
         );
     }
-    let log = fs::read_to_string(guest.run_dir().join("log"))?;
-    ensure!(
-        log.contains("shut the guest down instead"),
-        "why it stays is told in its log: {log}"
-    );
-    Ok(())
+    let log = || fs::read_to_string(guest.run_dir().join("log"));
+    wait_for("its log to tell why it stays", SHORT, || {
+        let told = log()?.contains("shut the guest down instead");
+        Ok(told.then_some(()))
+    })
+    .with_context(|| format!("its log: {:?}", log()))
 }

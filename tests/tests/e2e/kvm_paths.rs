@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use outram_tests::hermetic::command::run;
 use outram_tests::hermetic::console::Console;
 use outram_tests::hermetic::guest::{Guest, Spec, greet};
@@ -38,6 +38,9 @@ const LEFT: &str = "48MiB";
 /// Pages that are written from, by instructions that the kernel carries out; as many are read into.
 const MMIO_PAGES: u64 = 128;
 
+/// How often they are driven out until most of them have left.
+const ATTEMPTS: u32 = 3;
+
 fn every_path(lab: &Lab) -> Result<()> {
     let server = lab.server("512MiB")?;
     let spec = Spec::new("paths", RAM_MIB);
@@ -45,11 +48,7 @@ fn every_path(lab: &Lab) -> Result<()> {
     let mut console = guest.boot()?;
     let waits = AsyncFaults::watch();
 
-    console.ask(&format!("mmio-pages {MMIO_PAGES}"), "MMIO", LONG)?;
-    fill_and_work(&mut console)?;
-    lab.tune(&guest, &["--local", LEFT])?;
-    wait_under_limit(&guest)?;
-    mmio(&guest, &mut console)?;
+    mmio(lab, &guest, &mut console)?;
     let report = console.ask("disk-read 50", "DISK", LONG)?;
     ensure!(
         report.get("errors")? == 0 && report.get("mismatches")? == 0,
@@ -86,25 +85,33 @@ fn verify(console: &mut Console) -> Result<()> {
     demand_no_mismatch(console, &report)
 }
 
-/// The pages were used last before all others: they are elsewhere.
-fn mmio(guest: &Guest, console: &mut Console) -> Result<()> {
-    let faults = || -> Result<u64> {
+/// The kernel goes through pages that are elsewhere.
+fn mmio(lab: &Lab, guest: &Guest, console: &mut Console) -> Result<()> {
+    // Pages that are read in order are fetched ahead.
+    let brought = || -> Result<u64> {
         let counters = guest.status()?.counters;
-        Ok(counters.faults_remote + counters.faults_staged)
+        Ok(counters.faults_remote + counters.faults_staged + counters.fetched_ahead_pages)
     };
-    let before = faults()?;
-    let report = console.ask("mmio-pass", "MMIO", LONG)?;
-    ensure!(
-        report.get("pages")? == MMIO_PAGES && report.get("wrong")? == 0,
-        "what the kernel read or wrote for the guest was wrong: {}",
-        report.line
-    );
-    let faulted = faults()? - before;
-    ensure!(
-        faulted >= MMIO_PAGES,
-        "{faulted} faults: most pages were local, so nothing was shown"
-    );
-    Ok(())
+    for _ in 0..ATTEMPTS {
+        lab.tune(guest, &["--local-ratio", BOOTS])?;
+        // Anew each time: those that were read into are of zeros then.
+        console.ask(&format!("mmio-pages {MMIO_PAGES}"), "MMIO", LONG)?;
+        // They are used last before all others, so they leave.
+        fill_and_work(console)?;
+        lab.tune(guest, &["--local", LEFT])?;
+        wait_under_limit(guest)?;
+        let before = brought()?;
+        let report = console.ask("mmio-pass", "MMIO", VERY_LONG)?;
+        ensure!(
+            report.get("pages")? == MMIO_PAGES && report.get("wrong")? == 0,
+            "what the kernel read or wrote for the guest was wrong: {}",
+            report.line
+        );
+        if brought()? - before >= MMIO_PAGES {
+            return Ok(());
+        }
+    }
+    bail!("most pages were local, {ATTEMPTS} times: nothing was shown")
 }
 
 /// Counts how often the kernel waited for a page in a vCPU's place, in the kernel's own trace.

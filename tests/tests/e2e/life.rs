@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use outram_tests::hermetic::guest::{Spec, greet};
+use outram_tests::hermetic::guest::{BOOT_LIMIT, Spec, greet};
 use outram_tests::hermetic::host::virsh_ok;
 
 use crate::Test;
@@ -25,12 +25,12 @@ fn reboot_and_reset(lab: &Lab) -> Result<()> {
     let backend = guest.status()?.backend_pid;
 
     console.send("reboot")?;
-    console.expect(&["READY"], LONG)?;
+    console.expect(&["READY"], BOOT_LIMIT)?;
     greet(&mut console)?;
     check(&mut console, SHARE, 1)?;
 
     virsh_ok(&["reset", guest.name()])?;
-    console.expect(&["READY"], LONG)?;
+    console.expect(&["READY"], BOOT_LIMIT)?;
     greet(&mut console)?;
     check(&mut console, SHARE, 1)?;
     ensure!(

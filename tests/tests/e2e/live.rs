@@ -1,14 +1,15 @@
 //! Attaching a guest that runs, and detaching it while it does: the checker works all along.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use outram_tests::hermetic::command::{run_within, wait_for};
+use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::console::Console;
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::hard_limit::HardLimit;
@@ -20,7 +21,6 @@ use vm_memory::{FileOffset, MmapRegion};
 
 use crate::Test;
 use crate::fixture::{LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, wait_slabs, wait_under_limit};
-use crate::save::virsh_long;
 
 pub(crate) const TESTS: &[Test] = &[
     ("attached_and_detached_while_it_works", both),
@@ -59,9 +59,9 @@ fn verify(console: &mut Console) -> Result<()> {
     demand_no_mismatch(console, &report)
 }
 
-/// Runs `outram`, with time for what takes long.
+/// Runs `outram`, which must succeed: all that it said.
 pub(crate) fn outram(lab: &Lab, arguments: &[&str]) -> Result<String> {
-    let finished = run_within(LONG, &lab.host.program("outram")?, arguments)?;
+    let finished = lab.host.outram(arguments)?;
     ensure!(
         finished.success(),
         "{} failed: {}",
@@ -73,7 +73,7 @@ pub(crate) fn outram(lab: &Lab, arguments: &[&str]) -> Result<String> {
 
 /// Runs `outram`, which must refuse with these words.
 fn demand_refusal(lab: &Lab, arguments: &[&str], words: &[&str]) -> Result<()> {
-    let finished = run_within(LONG, &lab.host.program("outram")?, arguments)?;
+    let finished = lab.host.outram(arguments)?;
     let said = finished.said();
     ensure!(!finished.success(), "{} succeeded: {said}", finished.line);
     for word in words {
@@ -278,33 +278,43 @@ fn no_room(lab: &Lab) -> Result<()> {
     power_off(&guest, &mut console)
 }
 
-/// Ends an attachment by a signal, while its server stands still: what it said.
+/// Ends an attachment by a signal, while its server stands still: what it said. It does not wait for such a
+/// server for long: where it has given up by itself before, it is begun again.
 fn end_attach(lab: &Lab, server: &MemServer, guest: &Guest, signal: Signal) -> Result<String> {
-    server.signal(Signal::SIGSTOP)?;
     let said = tempfile::NamedTempFile::new_in("/run")?;
-    let mut attach = Command::new(lab.host.program("outram")?)
-        .args(["attach", guest.name(), "--live", "--local-ratio", "0.25"])
-        .args(["--server", &server.address])
-        .stdin(Stdio::null())
-        .stdout(File::create(said.path())?)
-        .stderr(File::options().append(true).open(said.path())?)
-        .spawn()?;
-    let is_begun = wait_for("the attachment's settings", SHORT, || {
-        let xml = virsh_ok(&["dumpxml", guest.name()])?;
-        Ok(xml.contains("outram").then_some(()))
-    });
-    // A second one has to wait.
-    let second = ["attach", guest.name(), "--live", "--local-ratio", "0.5"];
-    let second = [&second[..], &["--server", &server.address]].concat();
-    let refused = demand_refusal(lab, &second, &["is under way"]);
-    kill(Pid::from_raw(attach.id() as i32), signal)?;
-    std::thread::sleep(Duration::from_secs(1));
-    server.signal(Signal::SIGCONT)?;
-    let ended = wait_for("attach to end", LONG, || Ok(attach.try_wait()?));
-    is_begun?;
-    refused?;
-    ensure!(!ended?.success(), "it is attached all the same");
-    Ok(std::fs::read_to_string(said.path())?)
+    for _ in 0..ATTEMPTS {
+        server.signal(Signal::SIGSTOP)?;
+        let mut attach = Command::new(lab.host.program("outram")?)
+            .args(["attach", guest.name(), "--live", "--local-ratio", "0.25"])
+            .args(["--server", &server.address])
+            .stdin(Stdio::null())
+            .stdout(File::create(said.path())?)
+            .stderr(File::options().append(true).open(said.path())?)
+            .spawn()?;
+        let is_begun = wait_for("the attachment's settings", SHORT, || {
+            let xml = virsh_ok(&["dumpxml", guest.name()])?;
+            Ok((xml.contains("outram") || attach.try_wait()?.is_some()).then_some(()))
+        });
+        // A second one has to wait.
+        let second = ["attach", guest.name(), "--live", "--local-ratio", "0.5"];
+        let second = [&second[..], &["--server", &server.address]].concat();
+        let refused = demand_refusal(lab, &second, &["is under way"]);
+        if let Some(ended) = attach.try_wait()? {
+            server.signal(Signal::SIGCONT)?;
+            ensure!(!ended.success(), "it is attached without its server");
+            continue;
+        }
+        kill(Pid::from_raw(attach.id() as i32), signal)?;
+        std::thread::sleep(Duration::from_secs(1));
+        server.signal(Signal::SIGCONT)?;
+        let ended = wait_for("attach to end", LONG, || Ok(attach.try_wait()?));
+        is_begun?;
+        refused?;
+        ensure!(!ended?.success(), "it is attached all the same");
+        return Ok(fs::read_to_string(said.path())?);
+    }
+    let said = fs::read_to_string(said.path())?;
+    bail!("it ended by itself, {ATTEMPTS} times: {said}")
 }
 
 /// Ctrl-C leaves nothing. What a kill leaves is in nobody's way: not when the guest is saved and restored, and
@@ -318,9 +328,9 @@ fn attach_ended(lab: &Lab) -> Result<()> {
     ensure!(said.contains(wanted), "{said}");
     demand_untouched(&guest)?;
     end_attach(lab, &server, &guest, Signal::SIGKILL)?;
-    virsh_long(&["managedsave", guest.name()])?;
+    virsh_ok(&["managedsave", guest.name()])?;
     drop(console);
-    virsh_long(&["start", guest.name()])?;
+    virsh_ok(&["start", guest.name()])?;
     console = guest.console()?;
     verify(&mut console)?;
     let attach = ["attach", guest.name(), "--live", "--local-ratio", "0.25"];
@@ -352,22 +362,13 @@ fn interrupted(lab: &Lab) -> Result<()> {
     ];
     outram(lab, &attach)?;
     wait_under_limit(&guest)?;
-    server.signal(Signal::SIGSTOP)?;
     let said = tempfile::NamedTempFile::new_in("/run")?;
-    let mut detach = Command::new(lab.host.program("outram")?)
-        .args(["detach", guest.name(), "--live"])
-        .stdin(Stdio::null())
-        .stdout(File::create(said.path())?)
-        .stderr(File::options().append(true).open(said.path())?)
-        .spawn()?;
-    let homing = guest.wait_status("pages to come home", SHORT, |status| {
-        status.phase == Phase::Homing
-    });
+    let mut detach = begin_to_detach(lab, &server, &guest, said.path())?;
     std::thread::sleep(Duration::from_secs(1));
     kill(Pid::from_raw(detach.id() as i32), Signal::SIGINT)?;
     let ended = wait_for("detach to end", LONG, || Ok(detach.try_wait()?));
     server.signal(Signal::SIGCONT)?;
-    let (_, ended) = (homing?, ended?);
+    let ended = ended?;
     let said = std::fs::read_to_string(said.path())?;
     ensure!(
         !ended.success() && ended.signal().is_none() && said.contains("interrupted"),
@@ -382,6 +383,42 @@ fn interrupted(lab: &Lab) -> Result<()> {
     guest.destroy()?;
     guest.wait_backend_gone(SHORT)?;
     wait_slabs(&server, |slabs| slabs == 0)
+}
+
+/// How often is begun what may come too late.
+const ATTEMPTS: u32 = 5;
+
+/// Detaches a guest whose server stands still: what runs, once pages are to come home. A server that has stood
+/// still for some seconds counts as away, and whoever comes then is refused, and is to come again.
+fn begin_to_detach(lab: &Lab, server: &MemServer, guest: &Guest, said: &Path) -> Result<Child> {
+    let begin = || {
+        Command::new(lab.host.program("outram")?)
+            .args(["detach", guest.name(), "--live"])
+            .stdin(Stdio::null())
+            .stdout(File::create(said)?)
+            .stderr(File::options().append(true).open(said)?)
+            .spawn()
+            .context("outram detach")
+    };
+    for _ in 0..ATTEMPTS {
+        server.signal(Signal::SIGSTOP)?;
+        let mut detach = begin()?;
+        let begun = wait_for("pages to come home", SHORT, || {
+            match guest.status_if_any().map(|status| status.phase) {
+                Some(Phase::Homing) => Ok(Some(true)),
+                _ => Ok(detach.try_wait()?.map(|_| false)),
+            }
+        });
+        if let Ok(true) = begun {
+            return Ok(detach);
+        }
+        server.signal(Signal::SIGCONT)?;
+        begun?;
+        guest.wait_status("the server to be back", LONG, |status| {
+            status.servers.iter().all(|server| server.connected)
+        })?;
+    }
+    bail!("no page is to come home: {}", fs::read_to_string(said)?)
 }
 
 /// Has the doctor look at a domain: its exit status, and for each check the words of one line.

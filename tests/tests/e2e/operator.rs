@@ -70,8 +70,10 @@ fn interrupted(lab: &Lab) -> Result<()> {
         let mut demo = start_demo(lab)?;
         let pid = demo.id();
         let output = demo.stdout.take().context("its output")?;
-        let started = BufReader::new(output)
-            .lines()
+        // Open until it has ended: a demo that nobody hears ends by itself.
+        let mut lines = BufReader::new(output).lines();
+        let started = lines
+            .by_ref()
             .map_while(Result::ok)
             .any(|line| line.contains("memory server"));
         ensure!(started, "the demo never got to its memory server");
@@ -81,6 +83,7 @@ fn interrupted(lab: &Lab) -> Result<()> {
         );
         kill(Pid::from_raw(pid as i32), signal)?;
         demo.wait()?;
+        drop(lines);
         wait_for(&format!("processes to go after {signal}"), SHORT, || {
             Ok(of_run(pid)?.is_empty().then_some(()))
         })

@@ -12,7 +12,9 @@ use outram_tests::hermetic::server::MemServer;
 use outram_wire::control::Phase;
 
 use crate::Test;
-use crate::fixture::{LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, power_off, wait_slabs};
+use crate::fixture::{
+    LONG, Lab, RAM_MIB, SHORT, demand_no_mismatch, is_served, power_off, wait_slabs,
+};
 
 pub(crate) const TESTS: &[Test] = &[
     ("server_stops_for_ten_seconds", server_stops),
@@ -43,17 +45,15 @@ fn server_stops(lab: &Lab) -> Result<()> {
     let server = lab.server("1GiB")?;
     let (guest, mut console) = working_guest(lab, "stopped", &server.address)?;
     server.signal(Signal::SIGSTOP)?;
+    let faults_wait =
+        || guest.wait_status("faults to wait", LONG, |status| status.waiting_faults > 0);
+    let begun = faults_wait();
     std::thread::sleep(Duration::from_secs(10));
-    let during = guest.status();
+    let during = begun.and_then(|_| faults_wait());
     server.signal(Signal::SIGCONT)?;
     let during = during?;
-    ensure!(
-        during.waiting_faults > 0 && during.lost_bytes == 0,
-        "faults wait while the server stands still: {during:?}"
-    );
-    guest.wait_status("the guest to be served again", LONG, |status| {
-        status.phase == Phase::Serving && status.servers.iter().all(|server| server.connected)
-    })?;
+    ensure!(during.lost_bytes == 0, "nothing is lost: {during:?}");
+    guest.wait_status("the guest to be served again", LONG, is_served)?;
     verify(&mut console)?;
     power_off(&guest, &mut console, &server)
 }
@@ -82,9 +82,7 @@ fn connections_cut(lab: &Lab) -> Result<()> {
         away.servers
     );
     proxy.refuse(false);
-    guest.wait_status("the server to be reached again", LONG, |status| {
-        status.phase == Phase::Serving && status.servers.iter().all(|server| server.connected)
-    })?;
+    guest.wait_status("the server to be reached again", LONG, is_served)?;
     verify(&mut console)?;
     ensure!(guest.status()?.lost_bytes == 0, "nothing may be lost");
     power_off(&guest, &mut console, &server)

@@ -25,7 +25,7 @@ const CONNECTED: &str = "03";
 
 const MIB: u64 = 32;
 
-/// What QEMU says after the queues have begun takes it a moment.
+/// What QEMU says after the queues have begun takes it a moment at least.
 const SETTLED: Duration = Duration::from_millis(500);
 
 fn cut(lab: &Lab) -> Result<()> {
@@ -104,6 +104,7 @@ impl Line<'_> {
             Ok(runs.then_some(()))
         })?;
         std::thread::sleep(SETTLED);
+        wait_greeted(self.guest)?;
         let pid = Pid::from_raw(pid as i32).context("a process id")?;
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).context("the backend")?;
         let end: OwnedFd = pidfd_getfd(pidfd, number, PidfdGetfdFlags::empty())
@@ -115,7 +116,8 @@ impl Line<'_> {
 
     /// The connection that stands, and its number in the backend.
     fn find(&self, pid: u32) -> Result<Option<(String, i32)>> {
-        let path = self.guest.run_dir().join("vhost.sock");
+        // What it was made as is its name to the kernel ever after.
+        let path = self.guest.run_dir().join("vhost.new");
         let path = path.display().to_string();
         let sockets = fs::read_to_string(format!("/proc/{pid}/net/unix"))?;
         let mut connected = sockets.lines().filter(|line| line.ends_with(&path));
@@ -128,6 +130,22 @@ impl Line<'_> {
         });
         Ok(found)
     }
+}
+
+/// Waits until a QEMU that has begun to greet its backend is done with it: until 9.0 it has lost its disk where
+/// it is cut off before. It is done within one event of its main thread, which waits for the next by ppoll, and
+/// for an answer by other calls.
+pub(crate) fn wait_greeted(guest: &Guest) -> Result<()> {
+    let qemu = guest.qemu_pid()?;
+    let path = format!("/proc/{qemu}/syscall");
+    wait_for("QEMU to wait for events", LONG, || {
+        let call = fs::read_to_string(&path).with_context(|| path.clone())?;
+        let number = call
+            .split(' ')
+            .next()
+            .and_then(|number| number.parse().ok());
+        Ok((number == Some(libc::SYS_ppoll)).then_some(()))
+    })
 }
 
 /// The number under which a process holds a socket.

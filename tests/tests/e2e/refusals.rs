@@ -4,11 +4,14 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use outram_tests::hermetic::command::{Finished, run};
 use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::{IMAGES, virsh, virsh_ok};
+use outram_tests::hermetic::suite::Skipped;
+use outram_wire::control::Status;
 
+use crate::backend_dies::{end, wait_for_another};
 use crate::fixture::{Lab, RAM_MIB, SHORT};
 use crate::{Test, readme};
 
@@ -322,7 +325,79 @@ fn thp(lab: &Lab) -> Result<()> {
     run("umount", &[setting])?;
     let mut refused = refused?;
     refused.stderr.push_str(&told);
-    demand_refusal(&refused, &["shmem_enabled"])
+    demand_refusal(&refused, &["shmem_enabled"])?;
+
+    // Of a guest that runs nothing is evicted while it is on.
+    let _console = guest.boot()?;
+    let is_told = |status: &Status| {
+        let detail = status.detail.as_deref().unwrap_or_default();
+        detail.contains("nothing is evicted") && detail.contains("shmem_enabled")
+    };
+    ensure!(!is_told(&guest.status()?), "told of what is off");
+    run("mount", &["--bind", pretended, setting])?;
+    let told = guest.wait_status("the setting to be told of", SHORT, is_told);
+    let folios = LargeFolios::make();
+    run("umount", &[setting])?;
+    told?;
+    // Those that the host has then may be the guest's, and whoever serves it from then on has to know.
+    let folios = folios?;
+    let is_unsure = |status: &Status| {
+        let detail = status.detail.as_deref().unwrap_or_default();
+        detail.contains("nothing is evicted") && detail.contains("ShmemHugePages")
+    };
+    let alone = guest.wait_status("large folios to be told of", SHORT, is_unsure)?;
+    end(alone.backend_pid)?;
+    wait_for_another(&guest, &alone)?;
+    guest.wait_status("the successor to tell of them", SHORT, is_unsure)?;
+    drop(folios);
+    guest.wait_status("the word to be taken back", SHORT, |status| {
+        status.detail.is_none()
+    })?;
+    Ok(())
+}
+
+/// Shared memory in large folios, which is no guest's.
+struct LargeFolios;
+
+impl LargeFolios {
+    const MOUNTED: &str = "/run/large-folios";
+
+    /// Skips the test where the host makes none, for its memory is in pieces.
+    fn make() -> Result<Self> {
+        fs::create_dir_all(Self::MOUNTED)?;
+        let options = ["-t", "tmpfs", "-o", "huge=always", "none", Self::MOUNTED];
+        run("mount", &options)?;
+        let made = Self;
+        if made.fill()? {
+            return Ok(made);
+        }
+        // Not everybody may.
+        let _ = fs::write("/proc/sys/vm/compact_memory", "1");
+        if made.fill()? {
+            return Ok(made);
+        }
+        let reason = "of large folios nothing can be shown: the host makes none";
+        bail!(Skipped(reason.into()));
+    }
+
+    /// Whether the host has made some of them for it.
+    fn fill(&self) -> Result<bool> {
+        fs::write(Path::new(Self::MOUNTED).join("file"), vec![1; 8 << 20])?;
+        let info = fs::read_to_string("/proc/meminfo")?;
+        let count = info
+            .lines()
+            .find_map(|line| line.strip_prefix("ShmemHugePages:"));
+        let count = count.context("the kernel counts them")?.trim();
+        Ok(!count.starts_with("0 "))
+    }
+}
+
+impl Drop for LargeFolios {
+    fn drop(&mut self) {
+        if let Err(error) = run("umount", &[Self::MOUNTED]) {
+            eprintln!("{error:#}");
+        }
+    }
 }
 
 /// A guest as the README has it written by hand.

@@ -83,20 +83,20 @@ fn keeps(lab: &Lab) -> Result<()> {
     ensure!(arrived_by(&guest)?.is_none(), "an ordinary start");
     let name = guest.name();
     for round in 0..2 {
-        timed("save at 0.5", || virsh_long(&["save", name, IMAGE]))?;
+        timed("save at 0.5", || virsh_ok(&["save", name, IMAGE]))?;
         guest.wait_state("shut off", LONG)?;
         guest.wait_backend_gone(LONG)?;
         wait_slabs(&server, |slabs| slabs == 0)?;
-        timed("restore at 0.5", || virsh_long(&["restore", IMAGE]))?;
+        timed("restore at 0.5", || virsh_ok(&["restore", IMAGE]))?;
         ensure!(arrived_by(&guest)?.as_deref() == Some("restore"));
         let mut console = guest.console()?;
         verify_at_work(&mut console).with_context(|| format!("after save {round}"))?;
     }
-    virsh_long(&["managedsave", name])?;
+    virsh_ok(&["managedsave", name])?;
     guest.wait_backend_gone(LONG)?;
     let listed = virsh_ok(&["list", "--all", "--with-managed-save"])?;
     ensure!(listed.contains(name), "{listed}");
-    virsh_long(&["start", name])?;
+    virsh_ok(&["start", name])?;
     ensure!(arrived_by(&guest)?.as_deref() == Some("restore"));
     let mut console = guest.console()?;
     verify(&mut console)?;
@@ -108,13 +108,6 @@ fn keeps(lab: &Lab) -> Result<()> {
     guest.destroy()
 }
 
-/// `virsh` for what moves a guest's whole memory.
-pub(crate) fn virsh_long(arguments: &[&str]) -> Result<()> {
-    let finished = outram_tests::hermetic::command::run_within(LONG, "virsh", arguments)?;
-    ensure!(finished.success(), "{}: {}", finished.line, finished.said());
-    Ok(())
-}
-
 fn server_away(lab: &Lab) -> Result<()> {
     let mut server = lab.server("1GiB")?;
     let guest = lab.attach(Spec::new("saveaway", RAM_MIB), &HALF, &server.address)?;
@@ -122,9 +115,7 @@ fn server_away(lab: &Lab) -> Result<()> {
     // A save reads pages that are at the server: it waits as the guest does.
     server.signal(Signal::SIGSTOP)?;
     let name = guest.name().to_owned();
-    let saving = thread::spawn(move || {
-        outram_tests::hermetic::command::run_within(LONG, "virsh", &["save", &name, IMAGE])
-    });
+    let saving = thread::spawn(move || virsh(&["save", &name, IMAGE]));
     thread::sleep(Duration::from_secs(5));
     ensure!(!saving.is_finished(), "the save cannot have ended");
     // Given up while it waits, it ends once the server is back: the guest goes on.
@@ -138,7 +129,7 @@ fn server_away(lab: &Lab) -> Result<()> {
         // The word came too late on a slow machine: then it is saved, which is right as well.
         guest.wait_state("shut off", LONG)?;
         guest.wait_backend_gone(LONG)?;
-        virsh_long(&["restore", IMAGE])?;
+        virsh_ok(&["restore", IMAGE])?;
         console = guest.console()?;
     } else {
         ensure!(given_up.success(), "{}", given_up.said());
@@ -147,7 +138,7 @@ fn server_away(lab: &Lab) -> Result<()> {
     verify_at_work(&mut console)?;
 
     // Without a server the saved guest does not start, is told why, and loses nothing.
-    virsh_long(&["managedsave", guest.name()])?;
+    virsh_ok(&["managedsave", guest.name()])?;
     guest.wait_backend_gone(LONG)?;
     server.kill()?;
     let refused = virsh(&["start", guest.name()])?;
@@ -170,7 +161,7 @@ fn server_away(lab: &Lab) -> Result<()> {
     );
     ensure!(Path::new(&image).exists(), "the image is kept");
     fs::remove_dir(&in_the_way)?;
-    virsh_long(&["start", guest.name()])?;
+    virsh_ok(&["start", guest.name()])?;
     ensure!(arrived_by(&guest)?.as_deref() == Some("restore"));
     let mut console = guest.console()?;
     verify(&mut console)?;

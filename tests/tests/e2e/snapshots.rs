@@ -12,7 +12,7 @@ use outram_tests::hermetic::sampler::{Sampler, Stated};
 use crate::Test;
 use crate::dump::count_pages_of_version_1;
 use crate::fixture::{HALF, LONG, Lab, RAM_MIB, power_off, wait_slabs};
-use crate::save::{at_work, timed, verify, verify_at_work, virsh_long};
+use crate::save::{at_work, timed, verify, verify_at_work};
 
 pub(crate) const TESTS: &[Test] = &[
     ("external_snapshots_keep_every_page", snapshots),
@@ -46,7 +46,7 @@ fn snapshots(lab: &Lab) -> Result<()> {
     let mut console = at_work(&guest)?;
     sampler.judge(Stated::of(&guest)?);
 
-    virsh_long(&["snapshot-create-as", name, "disks", "--disk-only"])?;
+    virsh_ok(&["snapshot-create-as", name, "disks", "--disk-only"])?;
     let listed = virsh_ok(&["domblklist", name])?;
     ensure!(listed.contains("snapped.disks"), "an overlay: {listed}");
     ensure!(listed.contains("/vhost.sock"), "ours as it was: {listed}");
@@ -58,7 +58,7 @@ fn snapshots(lab: &Lab) -> Result<()> {
         let mut words = vec!["snapshot-create-as", name, snapshot, "--memspec", &memspec];
         words.extend(more);
         guest.taken_live(&guest, || {
-            timed("memory snapshot at 0.5", || virsh_long(&words))
+            timed("memory snapshot at 0.5", || virsh_ok(&words))
         })?;
         let bytes = fs::metadata(&memory)?.len();
         ensure!(bytes > RAM_MIB << 18, "it holds the memory: {bytes} bytes");
@@ -72,7 +72,7 @@ fn snapshots(lab: &Lab) -> Result<()> {
     // What a snapshot holds is an image as that of a save.
     for snapshot in ["live", "paused"] {
         let memory = format!("{FOLDER}/{snapshot}.memory");
-        virsh_long(&["restore", &memory, "--running"])?;
+        virsh_ok(&["restore", &memory, "--running"])?;
         let mut console = guest.console()?;
         verify(&mut console).with_context(|| format!("restored from '{snapshot}'"))?;
         drop(console);
@@ -119,7 +119,7 @@ fn dump(guest: &Guest, what: &str, more: &[&str]) -> Result<std::path::PathBuf> 
     let core = Path::new(FOLDER).join("core");
     let file = core.display().to_string();
     let words = [&["dump", guest.name(), &file], more].concat();
-    timed(what, || virsh_long(&words))?;
+    timed(what, || virsh_ok(&words))?;
     Ok(core)
 }
 

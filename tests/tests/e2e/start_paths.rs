@@ -5,12 +5,12 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::command::run;
-use outram_tests::hermetic::guest::{Guest, Spec, greet};
+use outram_tests::hermetic::guest::{BOOT_LIMIT, Guest, Spec, greet};
 use outram_tests::hermetic::host::{IMAGES, virsh_ok};
 use outram_tests::hermetic::server::MemServer;
 use outram_tests::hermetic::suite::need;
 
-use crate::fixture::{LONG, Lab, SHORT, check, power_off, wait_slabs};
+use crate::fixture::{Lab, SHORT, check, power_off, wait_slabs};
 use crate::{Test, readme};
 
 pub(crate) const TESTS: &[Test] = &[
@@ -49,7 +49,7 @@ fn created(lab: &Lab) -> Result<()> {
     virsh_ok(&["define", file])?;
     ensure!(guest.state()? == "running", "defining it anew is harmless");
     virsh_ok(&["reset", UUID])?;
-    console.expect(&["READY"], LONG)?;
+    console.expect(&["READY"], BOOT_LIMIT)?;
     greet(&mut console)?;
     check(&mut console, SHARE, 1)?;
     power_off(&guest, &mut console, &server)?;

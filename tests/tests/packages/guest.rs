@@ -2,23 +2,23 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use outram_tests::hermetic::suite::Skipped;
-use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest};
+use outram_tests::lab_guest::{self, Boot, Kernel, LabGuest, once_more};
 
 use super::debian::{need_root, packages};
 use super::units::UNITS;
 use super::{Test, need, top};
 
-pub(crate) const TESTS: &[Test] = &[(
-    "packages_run_a_confined_guest_under_systemd",
-    life_of_the_packages,
-)];
+const NAME: &str = "packages_run_a_confined_guest_under_systemd";
 
-/// How long the emulated guest may take: some ten minutes where nothing else runs.
-const GUEST_LIMIT: Duration = Duration::from_secs(2400);
+pub(crate) const TESTS: &[Test] = &[(NAME, life_of_the_packages)];
+
+/// How long the emulated guest may take, once more included: some ten minutes where nothing else runs, but the
+/// end-to-end tests run beside it and come first.
+const GUEST_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Memory for the overlay, libvirt, and a small guest within. One processor: all of several stood in the
 /// kernel for good once, under "libvirt, confined" and a busy host, as kernels do whose code QEMU 7.2's
@@ -48,7 +48,11 @@ fn life_of_the_packages() -> Result<()> {
     fs::write(share.path().join("lab"), SCRIPT)?;
     fs::write(share.path().join("domain.xml"), DOMAIN)?;
     fs::write(share.path().join("exposures"), exposures())?;
-    let said = GUEST.run(&images, share.path(), GUEST_LIMIT)?;
+    let began = Instant::now();
+    let said = once_more(NAME, || {
+        let left = GUEST_LIMIT.saturating_sub(began.elapsed());
+        GUEST.run(&images, share.path(), left)
+    })?;
     for done in [
         "Overall exposure level",
         "mismatches=0",

@@ -168,38 +168,49 @@ is "its seccomp mode" "$(control "$backend" Seccomp)" 2
 is "its capabilities" "$(control "$backend" CapEff)" 0000000001284023
 nsenter -t "$backend" -m touch /etc/outram-was-here 2>/dev/null && fail "the backend may write to /etc"
 if journalctl -q -u "$unit" | grep 'are not counted'; then fail "its sandbox keeps it from counting signals"; fi
-outram status lab
-# Where it could not be had at first, it is tried again.
+# A backend that has no time for an answer within seconds gives one later.
+shown() { outram status lab >/tmp/status; }
+within 180 shown
+cat /tmp/status
+# Where it could not be had at first, it is tried again: after 15 seconds, then after twice as long each time.
 over_rdma() { outram status lab | grep -q 'pages over RDMA (rxe0)'; }
-within 400 over_rdma
+within 900 over_rdma
 checks() { grep -ac 'CHECKER' /var/log/libvirt/qemu/lab-console.log || true; }
 enough() { [ "$(checks)" -ge "$1" ]; }
 within 1800 enough 1
 
-pager() { outram status lab --json | sed -n 's/.*"backend_pid": \([0-9]*\),.*/\1/p'; }
+pager() { # its process, as $now
+  now=$(outram status lab --json | sed -n 's/.*"backend_pid": \([0-9]*\),.*/\1/p') && [ -n "$now" ]
+}
+another() { pager && [ "$now" != "$1" ]; }
 
 step "libvirtd restarts, packages are upgraded: the guest goes on, with another pager"
 systemctl restart libvirtd
-first=$(pager)
-dpkg -i /share/outram-memserver.deb /share/outram.deb >/tmp/upgraded
-cat /tmp/upgraded
+within 180 pager
+first=$now
+told dpkg -i /share/outram-memserver.deb /share/outram.deb
+mv /tmp/told /tmp/upgraded
+# A backend that has no time for an answer runs on. The package says so, and whoever reads it asks again.
+restarts() { outram restart --all >/tmp/upgraded && grep -q 'took over from' /tmp/upgraded; }
+if grep -q 'a backend runs on as it was' /tmp/upgraded; then within 400 restarts; fi
 has "the upgrade" "$(cat /tmp/upgraded)" "took over from"
 is "the memory server's process" "$(systemctl show -P MainPID outram-memserver)" "$memserver"
 is "the supervisor's process" "$(systemctl show -P MainPID "$unit")" "$backend"
-within 400 over_rdma
-second=$(pager)
-[ -n "$second" ] && [ "$second" != "$first" ] || fail "the pager is process '$second', before '$first'"
+within 900 over_rdma
+within 180 another "$first"
+second=$now
 
 step "all of the backend is killed: systemd starts it again"
 systemctl kill --signal=KILL "$unit"
-again() { now=$(pager) && [ -n "$now" ] && [ "$now" != "$second" ]; }
-within 300 again
-within 400 over_rdma
-has "its status" "$(outram status lab)" "taken over"
+within 300 another "$second"
+within 900 over_rdma
+taken_over() { outram status lab | grep -q 'taken over'; }
+within 180 taken_over
 serving() { outram status lab | grep -q '^state: *serving$'; }
 within 180 serving
 backend=$(systemctl show -P MainPID "$unit")
-is "its seccomp mode" "$(control "$(pager)" Seccomp)" 2
+within 180 pager
+is "its seccomp mode" "$(control "$now" Seccomp)" 2
 if systemctl stop "$unit" 2>/tmp/stop; then fail "systemd stopped a backend whose guest runs"; fi
 has "the refusal" "$(cat /tmp/stop)" "Operation refused"
 is "the domain" "$(virsh domstate lab | head -1)" running

@@ -1,15 +1,18 @@
 //! The device over a paged guest: its rings and buffers lie in evicted pages.
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use outram_tests::hermetic::command::wait_for;
 use outram_wire::control::{Phase, Status};
 use serde_json::{Value, json};
 
-use crate::fixture::{Guest, Lab, PAGE, Wish};
+use crate::fixture::{self, Guest, LONG, Lab, PAGE, Wish, halt};
 
 pub(crate) const TESTS: &[crate::Test] = &[
     ("rings_and_buffers_in_evicted_pages", evicted),
     ("broken_requests_in_evicted_pages", broken),
     ("a_disk_that_qemu_is_silent_about", silent),
+    ("a_queue_stops_while_its_buffers_are_out_of_reach", stopped),
 ];
 
 /// virtio-blk's request types and status bytes.
@@ -33,18 +36,9 @@ pub(crate) const PAGES: u64 = 15_000;
 const RINGS: u64 = 8;
 const BUFFERS: u64 = 100;
 
-/// Fills memory until requests' headers and buffers are evicted: of what is gone through again and again, a part stays.
+/// Fills memory until requests' headers and buffers are evicted.
 pub(crate) fn push_out(guest: &mut Guest) -> Result<()> {
-    let mut there = 0;
-    for _ in 0..8 {
-        guest.fill(MEMORY, PAGES)?;
-        guest.settle()?;
-        there = guest.present(BUFFERS, 130)?;
-        if there == 0 {
-            return Ok(());
-        }
-    }
-    bail!("{there} pages of buffers are still there");
+    fixture::push_out(guest, BUFFERS..BUFFERS + 130, MEMORY..MEMORY + PAGES)
 }
 
 /// Starts a queue of the disk.
@@ -72,11 +66,7 @@ fn evicted(lab: &Lab) -> Result<()> {
     let mut guest = Guest::start_on(lab, &server)?;
     // Pages in which the rings and buffers will lie hold something else, far away.
     guest.fill(0, MEMORY)?;
-    push_out(&mut guest)?;
-    ensure!(
-        guest.present(RINGS, 4)? == 0,
-        "the rings' pages are still there"
-    );
+    fixture::push_out(&mut guest, RINGS..BUFFERS + 130, MEMORY..MEMORY + PAGES)?;
     start_queue(&mut guest, 0)?;
     start_queue(&mut guest, 1)?;
     for (kind, sector, bytes, status) in [
@@ -192,8 +182,7 @@ fn broken(lab: &Lab) -> Result<()> {
         guest.command(1, "poke", poke)?;
         push_out(&mut guest)?;
         let breaks = written.is_null();
-        let wait_ms = if breaks { 300 } else { 120_000 };
-        let chain = json!({"queue": 0, "descriptors": chain, "head": 0, "wait_ms": wait_ms});
+        let chain = json!({"queue": 0, "descriptors": chain, "head": 0, "wait_ms": 120_000});
         let answer = guest.command(1, "submit", chain).context(what)?;
         match breaks {
             true => ensure!(
@@ -216,6 +205,53 @@ fn broken(lab: &Lab) -> Result<()> {
     );
     guest.verify(MEMORY, PAGES)?;
     guest.verify(BUFFERS + 10, 500)?;
+    guest.end(&[&server])
+}
+
+/// A stop is for QEMU's main thread: it waits for no server, and what was not answered is made again.
+fn stopped(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let mut guest = Guest::start_on(lab, &server)?;
+    guest.fill(0, MEMORY)?;
+    start_queue(&mut guest, 0)?;
+    push_out(&mut guest)?;
+    let (header, data) = (BUFFERS * PAGE, (BUFFERS + 1) * PAGE);
+    let status = header + 16;
+    // A read of the first sector; the page of its header is there, that of its data is not.
+    let poke = json!({"address": header, "bytes": format!("{}ff", "00".repeat(16))});
+    guest.command(1, "poke", poke)?;
+    ensure!(guest.present(BUFFERS + 1, 1)? == 0, "the buffer is there");
+    halt(&server)?;
+    let chain = json!([
+        [header, 16, NEXT, 1],
+        [data, 512, NEXT | WRITE, 2],
+        [status, 1, WRITE, 0]
+    ]);
+    let submit = json!({"queue": 0, "descriptors": chain, "head": 0, "wait_ms": 300});
+    let answer = guest.command(1, "submit", submit)?;
+    ensure!(
+        answer["used"].is_null(),
+        "answered without its buffer: {answer}"
+    );
+    for _ in 0..3 {
+        let stop = json!({"do": "disk-stop", "queue": 0, "keep": true});
+        let answer = guest.vmm.command(stop)?;
+        ensure!(answer["base"] == 0, "{answer}");
+        guest.vmm.command(json!({"do": "disk-again"}))?;
+    }
+    server.signal(Signal::SIGCONT)?;
+    wait_for("the request to be served", LONG, || {
+        let seen = guest.command(1, "peek", json!({"address": status, "length": 1}))?;
+        ensure!(
+            seen["bytes"] == "00" || seen["bytes"] == "ff",
+            "status {seen}"
+        );
+        Ok((seen["bytes"] == "00").then_some(()))
+    })?;
+    // Nothing stays pinned of what was interrupted.
+    push_out(&mut guest)?;
+    guest.verify(MEMORY, PAGES)?;
+    guest.vmm.command(json!({"do": "disk-stop", "queue": 0}))?;
     guest.end(&[&server])
 }
 

@@ -162,12 +162,13 @@ fn full(lab: &Lab) -> Result<()> {
     guest.end(&[&server])
 }
 
-/// As while its host was suspended.
-fn stand_still(guest: &mut Guest, time: Duration) -> Result<()> {
+/// As while its host was suspended, until something has come.
+fn stand_still(guest: &Guest, come: impl FnOnce() -> Result<()>) -> Result<()> {
     let pid = guest.status()?.backend_pid;
     signal(pid, Signal::SIGSTOP)?;
-    std::thread::sleep(time);
-    signal(pid, Signal::SIGCONT)
+    let come = come();
+    signal(pid, Signal::SIGCONT)?;
+    come
 }
 
 fn stood_still(lab: &Lab) -> Result<()> {
@@ -180,7 +181,10 @@ fn stood_still(lab: &Lab) -> Result<()> {
     let sent = work(&mut guest, 3.0)?;
     std::thread::sleep(Duration::from_millis(500));
     // Longer than either side waits for a sign of life of the other.
-    stand_still(&mut guest, Duration::from_secs(12))?;
+    stand_still(&guest, || {
+        std::thread::sleep(Duration::from_secs(12));
+        Ok(())
+    })?;
     demand_sound(&guest.answer(sent)?)?;
     guest.verify(0, FILLED)?;
     guest.end(&[&server])
@@ -194,7 +198,11 @@ fn beyond_its_lease(lab: &Lab) -> Result<()> {
     };
     let mut guest = filled(lab, &wish)?;
     guest.settle()?;
-    stand_still(&mut guest, Duration::from_secs(7))?;
+    stand_still(&guest, || {
+        wait_for("the lease to end", LONG, || {
+            Ok((server.slabs_leased()? == 0).then_some(()))
+        })
+    })?;
     let all = verify_all(&mut guest)?;
     let is_stopped = |status: &Status| status.phase == Phase::Stopped && status.lost_bytes > 0;
     guest.wait_status("the guest to be stopped", is_stopped)?;

@@ -1,10 +1,11 @@
 //! What the tests of the pager have beside the [small lab](outram_tests::small_lab).
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::server::MemServer;
@@ -24,6 +25,21 @@ pub(crate) fn top() -> &'static Path {
 /// The lab that all tests share. Its programs are this build's.
 pub(crate) fn furnish() -> Result<Lab> {
     Lab::new(Path::new(env!("CARGO_BIN_EXE_small-vmm")))
+}
+
+/// Fills some pages until none of others is left in memory or in staging: what stays of memory that is gone through
+/// again and again depends on what came back of it, and when.
+pub(crate) fn push_out(guest: &mut Guest, pages: Range<u64>, by: Range<u64>) -> Result<()> {
+    let mut there = 0;
+    for _ in 0..8 {
+        guest.fill(by.start, by.end - by.start)?;
+        guest.settle()?;
+        there = guest.present(pages.start, pages.end - pages.start)?;
+        if there == 0 {
+            return Ok(());
+        }
+    }
+    bail!("{there} of the pages {pages:?} are still there");
 }
 
 /// A server whose memory can be changed while it runs.

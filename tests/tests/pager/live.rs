@@ -111,7 +111,9 @@ fn come_home(guest: &Guest, servers: &[&MemServer]) -> Result<()> {
         guest.log()
     );
     for server in servers {
-        ensure!(server.slabs_leased()? == 0, "slabs are not given back");
+        wait_for("slabs to be given back", LONG, || {
+            Ok((server.slabs_leased()? == 0).then_some(()))
+        })?;
     }
     Ok(())
 }
@@ -119,9 +121,9 @@ fn come_home(guest: &Guest, servers: &[&MemServer]) -> Result<()> {
 /// The VMM drops the disk; the backend has nothing left to do and ends.
 fn drop_disk(guest: &mut Guest) -> Result<()> {
     guest.vmm.command(json!({"do": "disconnect"}))?;
-    // At once where it is asked to; by itself after some seconds (see `home`).
+    // At once where it is asked to; by itself after some seconds (see `home`), perhaps before it has answered.
     wait_for("the backend to obey", LONG, || {
-        Ok(matches!(guest.ask(Request::Stop)?, Reply::Done).then_some(()))
+        Ok(matches!(guest.ask(Request::Stop), Ok(Reply::Done) | Err(_)).then_some(()))
     })?;
     wait_end(guest)
 }

@@ -3,7 +3,7 @@
 use std::fs;
 
 use anyhow::{Context, Result, ensure};
-use outram_tests::hermetic::command::{run, run_within};
+use outram_tests::hermetic::command::{run, run_within, wait_for};
 
 use crate::soft_roce::{SoftRoce, without_library};
 use outram_tests::small_lab::{LONG, Lab};
@@ -53,7 +53,8 @@ fn examine(lab: &Lab, settings: &str, launcher: &[&str], name: &str) -> Result<V
     Ok(found)
 }
 
-/// Demands one check of this name with all of these parts, the first at its start.
+/// Demands one check of this name with all of these parts, the first at its start. What was just done to a device
+/// may take the kernel a moment.
 fn demand(lab: &Lab, settings: &str, name: &str, parts: &[&str]) -> Result<()> {
     demand_by(lab, settings, &[], name, parts)
 }
@@ -65,8 +66,17 @@ fn demand_by(
     name: &str,
     parts: &[&str],
 ) -> Result<()> {
-    let checks = examine(lab, settings, launcher, name)?;
-    let [check] = &checks[..] else {
+    let mut mismatch = String::new();
+    wait_for("the doctor to say so", LONG, || {
+        let checks = examine(lab, settings, launcher, name)?;
+        let compared = compare(&checks, parts).map_err(|error| mismatch = error.to_string());
+        Ok(compared.ok())
+    })
+    .with_context(|| mismatch)
+}
+
+fn compare(checks: &[String], parts: &[&str]) -> Result<()> {
+    let [check] = checks else {
         anyhow::bail!("not one check: {checks:#?}");
     };
     let (verdict, rest) = parts.split_first().context("no parts")?;

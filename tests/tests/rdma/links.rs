@@ -9,10 +9,8 @@ use outram_tests::hermetic::server::MemServer;
 use outram_wire::control::Phase;
 use serde_json::json;
 
-use crate::paging::{
-    FILLED, demand_transport, detail, guest, transport, verify_all, wait_back, work,
-};
-use crate::removal::goes_on_once;
+use crate::paging::{FILLED, detail, guest, transport, verify_all, wait_transport, work};
+use crate::removal::{goes_on_once, use_elsewhere};
 use crate::soft_roce::SoftRoce;
 use outram_tests::small_lab::{Guest, Lab, demand_sound};
 
@@ -59,21 +57,23 @@ fn leaves_tcp(lab: &Lab) -> Result<()> {
     let device = SoftRoce::apart()?;
     between(lab, &device, &device, |server| {
         let mut guest = guest(lab, &server.address)?;
-        demand_transport(&guest, &device.transport())?;
+        wait_transport(&guest, &device.transport())?;
         guest.fill(0, FILLED)?;
         // Only who uses the network notices: there has to be work left once it is gone.
         let sent = work(&mut guest, 12.0)?;
         std::thread::sleep(Duration::from_secs(2));
         device.set_up(false)?;
+        let missed = use_elsewhere(&mut guest)?;
         guest.wait_status("pages to go over TCP", |status| {
             transport(status) == "TCP" && status.waiting_faults == 0
         })?;
         demand_sound(&guest.answer(sent)?)?;
+        demand_sound(&guest.answer(missed)?)?;
         verify_all(&mut guest)?;
 
         device.set_up(true)?;
         let sent = work(&mut guest, 4.0)?;
-        wait_back(&guest, &device.transport())?;
+        wait_transport(&guest, &device.transport())?;
         demand_sound(&guest.answer(sent)?)?;
         verify_over(&mut guest, &device)?;
         guest.end(&[server])
@@ -88,12 +88,14 @@ fn waits(lab: &Lab) -> Result<()> {
         let sent = work(&mut guest, 8.0)?;
         std::thread::sleep(Duration::from_secs(1));
         device.set_up(false)?;
+        let missed = use_elsewhere(&mut guest)?;
         guest.wait_status("the wait to be told", |status| {
             status.phase == Phase::Stalled
                 && status.waiting_faults > 0
                 && detail(status).contains("no RDMA device can be used")
         })?;
-        goes_on_once(&mut guest, sent, &device, || device.set_up(true))?;
+        goes_on_once(&mut guest, missed, &device, || device.set_up(true))?;
+        demand_sound(&guest.answer(sent)?)?;
         guest.end(&[server])
     })
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use outram_tests::hermetic::huge_pages::HugePages;
 use outram_tests::hermetic::server::MemServer;
 use outram_tests::lab_guest::KERNEL_DOES_IT;
@@ -59,18 +59,18 @@ pub(crate) fn work(guest: &mut Guest, seconds: f64) -> Result<u64> {
     guest.send(1, "work", work)
 }
 
-/// Waits until a guest whose pages go over TCP meanwhile has taken to RDMA again.
-pub(crate) fn wait_back(guest: &Guest, wanted: &str) -> Result<()> {
-    let is_back = |status: &Status| transport(status) == wanted;
-    guest
-        .wait_status("pages to go over RDMA again", is_back)
-        .map(drop)
-}
+/// Where RDMA fails, if only for a machine that stood still, it is tried again after 15 seconds, then after
+/// twice as long each time: five times in this.
+const TRIES: Duration = Duration::from_secs(900);
 
-pub(crate) fn demand_transport(guest: &Guest, wanted: &str) -> Result<()> {
-    let status = guest.status()?;
-    ensure!(transport(&status) == wanted, "not {wanted}: {status:#?}");
-    Ok(())
+/// Waits until a guest's pages go as they have to, over TCP or over RDMA.
+pub(crate) fn wait_transport(guest: &Guest, wanted: &str) -> Result<()> {
+    let goes_so = |status: &Status| {
+        let is_connected = status.servers.iter().all(|server| server.connected);
+        is_connected && transport(status) == wanted
+    };
+    let what = format!("pages to go over {wanted}");
+    guest.wait_status_within(TRIES, &what, goes_so).map(drop)
 }
 
 /// Reads all pages that were filled, a few at a time: each command has its own time.
@@ -149,11 +149,23 @@ fn difference((now, before): (Counters, Counters)) -> Counters {
     now.into_iter().map(rose).collect()
 }
 
+/// A guest whose pages go so from its first moment on: another where a machine stood still just then.
+fn guest_at_once_over(lab: &Lab, server: &MemServer, wanted: &str) -> Result<Guest> {
+    for _ in 0..3 {
+        let guest = guest(lab, &server.address)?;
+        let status = guest.status()?;
+        if transport(&status) == wanted {
+            return Ok(guest);
+        }
+        guest.end(&[server])?;
+    }
+    bail!("pages never went over {wanted} at once")
+}
+
 fn one_sided(lab: &Lab) -> Result<()> {
     let device = AtHand::of(lab)?;
     let server = lab.server()?;
-    let mut near = guest(lab, &server.address)?;
-    demand_transport(&near, &device.transport())?;
+    let mut near = guest_at_once_over(lab, &server, &device.transport())?;
     let before = device.counters()?;
     let over_rdma = page(&mut near, &server)?;
     ensure!(
@@ -170,16 +182,11 @@ fn one_sided(lab: &Lab) -> Result<()> {
         let messages = counted["rdma_sends"] + counted["rdma_recvs"];
         ensure!(messages == 0, "{counted:?}");
     }
-    // What is on the server can be had while its process stands still.
-    let present = near.present(0, 500)?;
-    ensure!(present < 500, "all of it is in memory");
-    halt(&server)?;
-    near.verify(0, 500)?;
-    server.signal(nix::sys::signal::Signal::SIGCONT)?;
+    read_meanwhile(&mut near, &server, &device.transport())?;
     near.end(&[&server])?;
 
     let mut far = guest(lab, &format!("tcp://{}", server.address))?;
-    demand_transport(&far, "TCP")?;
+    wait_transport(&far, "TCP")?;
     let over_tcp = page(&mut far, &server)?;
     ensure!(server.metric(REQUESTS)? > 0, "nothing went over TCP");
     let counted = counted.iter().flatten().filter(|(_, count)| **count > 0);
@@ -201,6 +208,38 @@ fn one_sided(lab: &Lab) -> Result<()> {
     far.end(&[&server])
 }
 
+/// The first stretch of so many pages of which some are elsewhere.
+fn first_elsewhere(guest: &mut Guest, stretch: u64) -> Result<u64> {
+    let mut page = 0;
+    while guest.present(page, stretch)? == stretch {
+        page += stretch;
+        ensure!(page < FILLED, "nothing was evicted");
+    }
+    Ok(page)
+}
+
+/// What is on the server can be had while its process stands still. Not for long: one that does not renew its
+/// lease counts as away after some seconds, and then other pages are read.
+fn read_meanwhile(guest: &mut Guest, server: &MemServer, transport: &str) -> Result<()> {
+    const MEANWHILE: u64 = 100;
+    const BEFORE_AWAY: Duration = Duration::from_secs(3);
+    for _ in 0..5 {
+        let page = first_elsewhere(guest, MEANWHILE)?;
+        halt(server)?;
+        let stretch = json!({"page": page, "pages": MEANWHILE});
+        let sent = guest.send(0, "verify", stretch)?;
+        let in_time = guest.vmm.wait(sent, BEFORE_AWAY);
+        server.signal(nix::sys::signal::Signal::SIGCONT)?;
+        if let Ok(found) = in_time {
+            ensure!(found["checked"] == MEANWHILE, "not all: {found}");
+            return demand_sound(&found);
+        }
+        demand_sound(&guest.answer(sent)?)?;
+        wait_transport(guest, transport)?;
+    }
+    bail!("no page came while the server's process stood still")
+}
+
 /// Pages of 2 MiB are written and read by the device too, and after their backend was killed as well.
 fn huge_pages(lab: &Lab) -> Result<()> {
     const RAM_MIB: u64 = 96;
@@ -216,7 +255,7 @@ fn huge_pages(lab: &Lab) -> Result<()> {
         ..Wish::default()
     };
     let mut guest = Guest::start(lab, &wish)?;
-    demand_transport(&guest, "RDMA (rxe0)")?;
+    wait_transport(&guest, "RDMA (rxe0)")?;
     guest.fill(0, PAGES)?;
     guest.settle()?;
     verify_first(&mut guest, PAGES)?;
@@ -231,9 +270,7 @@ fn huge_pages(lab: &Lab) -> Result<()> {
     );
     guest.kill_backend()?;
     guest.take_over(lab, &wish)?;
-    guest.wait_status("pages to go over RDMA again", |status| {
-        transport(status) == "RDMA (rxe0)"
-    })?;
+    wait_transport(&guest, "RDMA (rxe0)")?;
     verify_first(&mut guest, PAGES)?;
     let counters = guest.status()?.counters;
     ensure!(counters.faults_remote > 0, "{counters:?}");
@@ -245,15 +282,11 @@ fn server_dies(lab: &Lab) -> Result<()> {
     let _device = SoftRoce::on_loopback()?;
     let mut server = lab.server()?;
     let mut guest = guest(lab, &server.address)?;
-    demand_transport(&guest, "RDMA (rxe0)")?;
+    wait_transport(&guest, "RDMA (rxe0)")?;
     guest.fill(0, FILLED)?;
     guest.settle()?;
     // The first that left: staging has none of it any more.
-    let mut lost = 0;
-    while guest.present(lost, 1)? == 1 {
-        lost += 1;
-        ensure!(lost < FILLED, "nothing was evicted");
-    }
+    let lost = first_elsewhere(&mut guest, 1)?;
     server.kill()?;
     let waiting = guest.send(1, "verify", json!({"page": lost, "pages": 1}))?;
     guest.wait_status("the stall to be told", |status| {
@@ -267,7 +300,7 @@ fn server_dies(lab: &Lab) -> Result<()> {
     let fresh = json!({"page": FILLED, "pages": 1000});
     guest.command(0, "fill", fresh.clone())?;
     demand_sound(&guest.command(0, "verify", fresh)?)?;
-    demand_transport(&guest, "RDMA (rxe0)")?;
+    wait_transport(&guest, "RDMA (rxe0)")?;
     guest.kill(&[&server])
 }
 
@@ -287,9 +320,7 @@ fn backend_dies(lab: &Lab) -> Result<()> {
         guest.take_over(lab, &wish)?;
         demand_sound(&guest.answer(sent)?)?;
     }
-    guest.wait_status("pages to go over RDMA again", |status| {
-        transport(status) == "RDMA (rxe0)"
-    })?;
+    wait_transport(&guest, "RDMA (rxe0)")?;
     verify_all(&mut guest)?;
     guest.connect()?;
     guest.end(&[&server])
@@ -306,7 +337,7 @@ fn addresses(lab: &Lab) -> Result<()> {
         ..Wish::default()
     };
     let mut guest = Guest::start(lab, &wish)?;
-    demand_transport(&guest, "RDMA (rxe0)")?;
+    wait_transport(&guest, "RDMA (rxe0)")?;
     guest.fill(0, FILLED)?;
     guest.verify(0, 1000)?;
     guest.end(&[&server])?;
@@ -316,7 +347,7 @@ fn addresses(lab: &Lab) -> Result<()> {
     let error = format!("{:#}", refused.err().context("it was not refused")?);
     ensure!(error.contains("the server offers none"), "{error}");
     let guest = self::guest(lab, &without.address)?;
-    demand_transport(&guest, "TCP")?;
+    wait_transport(&guest, "TCP")?;
     guest.end(&[&without])
 }
 
@@ -326,7 +357,7 @@ fn no_library(lab: &Lab) -> Result<()> {
     without_library(|| {
         let server = lab.server()?;
         let mut guest = guest(lab, &server.address)?;
-        demand_transport(&guest, "TCP")?;
+        wait_transport(&guest, "TCP")?;
         guest.fill(0, FILLED)?;
         guest.verify(0, 500)?;
         guest.end(&[&server])

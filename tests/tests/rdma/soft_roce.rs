@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::command::{run, wait_for};
@@ -74,18 +73,14 @@ impl SoftRoce {
         run("rdma", &[&link[..], &[self.network]].concat()).map(drop)
     }
 
-    /// Deletes it; returns once nobody has it open.
+    /// Deletes it; returns once nobody has it open. Whoever waits in it for a device in use cannot be killed,
+    /// and is left behind.
     pub(crate) fn delete(&self) -> Result<()> {
-        self.delete_within(LONG)
-    }
-
-    /// Whoever waits in it for a device in use cannot be killed, and is left behind.
-    fn delete_within(&self, limit: Duration) -> Result<()> {
         let mut deleting = Command::new("rdma")
             .args(["link", "delete", self.name])
             .spawn()
             .context("rdma could not be run")?;
-        let ended = wait_for("an RDMA device to be let go", limit, || {
+        let ended = wait_for("an RDMA device to be let go", LONG, || {
             Ok(deleting.try_wait()?)
         })?;
         ensure!(ended.success(), "{} is not deleted: {ended}", self.name);
@@ -136,7 +131,7 @@ impl Drop for SoftRoce {
         if self.owns_network {
             let _ = run("ip", &["link", "del", self.network]);
         } else {
-            let _ = self.delete_within(Duration::from_secs(10));
+            let _ = self.delete();
         }
     }
 }

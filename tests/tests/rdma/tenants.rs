@@ -412,12 +412,14 @@ fn killed(lab: &Lab) -> Result<()> {
     for round in 0..4 {
         // The next one takes over what the one before had.
         let mut victim = start_pester(lab, &server)?;
-        let leased = server.bytes_leased()?;
+        let leased = wait_for("each to have its slab", LONG, || {
+            Ok((server.bytes_leased()? == 2 * SLAB).then_some(()))
+        });
         write(&mut pair, held, round)?;
         victim.kill()?;
         victim.wait()?;
         demand_content(&mut pair, held, round)?;
-        ensure!(leased == 2 * SLAB, "{leased} bytes are leased");
+        leased?;
     }
     (0..4).try_for_each(|page| demand_content(&mut pair, held, page))
 }

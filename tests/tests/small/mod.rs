@@ -14,6 +14,7 @@ use outram_backend::device::{
 };
 use outram_backend::handover::discover::{self, RamBlock};
 use outram_backend::handover::{self, MemfdId, Options, Vmm};
+use outram_backend::interrupt::Interrupt;
 use outram_tests::small_vmm::client::{Plan, SmallVmm};
 use outram_wire::units::PageSize;
 use vmm_sys_util::seek_hole::SeekHole;
@@ -149,7 +150,12 @@ impl PlainRam {
 }
 
 impl GuestMemory for PlainRam {
-    fn pin(&self, ranges: &[HostRange], _write: bool) -> Result<Box<dyn Pinned>, PinError> {
+    fn pin(
+        &self,
+        ranges: &[HostRange],
+        _write: bool,
+        _interrupt: &Interrupt<'_>,
+    ) -> Result<Box<dyn Pinned>, PinError> {
         let page_of = |at: u64| at / PAGE;
         let pages: u64 = ranges
             .iter()

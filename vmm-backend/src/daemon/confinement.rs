@@ -1,7 +1,9 @@
 //! What a pager gives up before it talks to anybody: every capability (but, where the host limits locked
-//! memory, that of locking more), every program but itself, every path but its own directory and what
-//! it has to read, and all ways to reach into other processes. What takes more than that its supervisor
-//! does for it ([`crate::handover::powers`]).
+//! memory, that of locking more), every program but itself, every path but its own state and what
+//! it has to read, all ways to reach into other processes, and to call on those that trust whoever is root:
+//! libvirtd and others by their sockets. What takes more than that its supervisor does for it
+//! ([`crate::handover::powers`]), which reads some of the guest's directory: a pager changes nothing there but
+//! which sockets there are.
 //!
 //! To be called while the process has one thread: all of it holds for a thread and what it starts.
 
@@ -97,6 +99,29 @@ const FORBIDDEN: &[libc::c_long] = &[
     libc::SYS_clock_settime,
     libc::SYS_iopl,
     libc::SYS_ioperm,
+    // Of datagrams it could be sent anywhere.
+    libc::SYS_socketpair,
+    // Landlock knows nothing of a file's owner, mode and attributes.
+    libc::SYS_chmod,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    libc::SYS_chown,
+    libc::SYS_fchown,
+    libc::SYS_lchown,
+    libc::SYS_fchownat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    libc::SYS_fsetxattr,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    libc::SYS_fremovexattr,
+    libc::SYS_symlink,
+    libc::SYS_symlinkat,
+    libc::SYS_link,
+    libc::SYS_linkat,
+    libc::SYS_mknod,
+    libc::SYS_mknodat,
 ];
 
 /// What is allowed with this process in its first argument: an abort is a signal to itself, and the
@@ -107,13 +132,13 @@ const SELF_ALONE: &[libc::c_long] = &[
     libc::SYS_process_vm_writev,
 ];
 
-/// Gives up what a pager does not need: of paths it keeps `writable`, its own directory, and may read
-/// `readable` beside what every program reads.
-pub(super) fn confine(readable: &[PathBuf], writable: &Path) -> anyhow::Result<()> {
+/// Gives up what a pager does not need: of paths it keeps `state`, the sockets of its own directory `dir`, and may
+/// read `readable` beside what every program reads. It makes no further sockets of the machine's own.
+pub(super) fn confine(readable: &[PathBuf], dir: &Path, state: &Path) -> anyhow::Result<()> {
     rustix::thread::set_no_new_privs(true).context("giving up new privileges")?;
     // What is in its memory, the guest's keys among it, is for no core dump and no other process of root's.
     set_dumpable_behavior(DumpableBehavior::NotDumpable).context("becoming undumpable")?;
-    if !confine_paths(readable, writable).context("giving up paths (landlock)")? {
+    if !confine_paths(readable, dir, state).context("giving up paths (landlock)")? {
         tracing::warn!(
             "the kernel has no landlock (5.13, and 'landlock' among its lsm=): this process may open root's files"
         );
@@ -136,7 +161,7 @@ pub(super) fn confine(readable: &[PathBuf], writable: &Path) -> anyhow::Result<(
 }
 
 /// Returns whether the kernel can.
-fn confine_paths(readable: &[PathBuf], writable: &Path) -> anyhow::Result<bool> {
+fn confine_paths(readable: &[PathBuf], dir: &Path, state: &Path) -> anyhow::Result<bool> {
     let abi = ABI::V3;
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
@@ -152,10 +177,13 @@ fn confine_paths(readable: &[PathBuf], writable: &Path) -> anyhow::Result<bool> 
     let rules = DEVICES
         .iter()
         .try_fold(rules, |rules, path| allow(rules, Path::new(path), devices))?;
+    let read = AccessFs::ReadFile | AccessFs::ReadDir;
+    let remove = AccessFs::RemoveFile | AccessFs::RemoveDir;
+    let rules = allow(rules, dir, read | remove | AccessFs::MakeSock)?;
     let rules = allow(
         rules,
-        writable,
-        AccessFs::from_all(abi) & !AccessFs::Execute,
+        state,
+        read | remove | AccessFs::WriteFile | AccessFs::Truncate | AccessFs::MakeReg,
     )?;
     let status = rules.restrict_self()?;
     Ok(status.ruleset != RulesetStatus::NotEnforced)
@@ -190,6 +218,16 @@ fn filter() -> anyhow::Result<BpfProgram> {
         )?;
         rules.insert(call, vec![SeccompRule::new(vec![other])?]);
     }
+    let of_this_machine = SeccompCondition::new(
+        0,
+        SeccompCmpArgLen::Dword,
+        SeccompCmpOp::Eq,
+        libc::AF_UNIX as u64,
+    )?;
+    rules.insert(
+        libc::SYS_socket,
+        vec![SeccompRule::new(vec![of_this_machine])?],
+    );
     let forbid = SeccompAction::Errno(libc::EPERM as u32);
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, forbid, TargetArch::x86_64)?;
     Ok(filter.try_into()?)
@@ -200,6 +238,8 @@ mod tests {
     use std::fs::{self, File};
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsFd;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
     use std::process::{Child, Command, Stdio};
 
     use rustix::process::{
@@ -231,11 +271,12 @@ mod tests {
             return;
         }
         let folder = tempfile::tempdir().expect("a folder");
-        for name in ["own", "other"] {
+        for name in ["own", "own/state", "other"] {
             let path = folder.path().join(name);
             fs::create_dir(&path).expect("made");
             fs::write(path.join("key"), name).expect("written");
         }
+        let _daemon = UnixListener::bind(folder.path().join("other/sock")).expect("bound");
         let victim = Command::new("sleep")
             .arg("600")
             .stdin(Stdio::piped())
@@ -278,7 +319,9 @@ mod tests {
         for (what, done) in allowed_everything() {
             assert!(done, "{what} fails for root anyway");
         }
-        confine(&[], &folder.join("own")).expect("confined");
+        let door = UnixListener::bind(folder.join("own/sock.new")).expect("bound");
+        let (own, state) = (folder.join("own"), folder.join("own/state"));
+        confine(&[], &own, &state).expect("confined");
         for (what, done) in allowed_everything() {
             assert!(!done, "it could {what}");
         }
@@ -308,8 +351,15 @@ mod tests {
         let copied =
             unsafe { libc::process_vm_readv(us, &raw const local, 1, &raw const remote, 1, 0) };
         assert_eq!((copied, read), (1, written), "its own memory");
-        fs::write(folder.join("own/key"), "mine").expect("its own directory");
-        assert_eq!(fs::read(folder.join("own/key")).expect("its own"), b"mine");
+        for name in ["key", "another"] {
+            fs::write(state.join(name), "mine").expect("its own state");
+            assert_eq!(fs::read(state.join(name)).expect("its own"), b"mine");
+        }
+        fs::rename(state.join("another"), state.join("key")).expect("as records are written");
+        fs::rename(own.join("sock.new"), own.join("sock")).expect("its own socket");
+        drop(door);
+        fs::remove_file(own.join("sock")).expect("its own socket");
+        assert_eq!(fs::read(own.join("key")).expect("its own"), b"own");
         File::open("/etc/passwd").expect("what everybody reads");
         TcpStream::connect(listener.local_addr().expect("bound")).expect("the network");
         let status = fs::read_to_string("/proc/thread-self/status").expect("its own");
@@ -366,6 +416,30 @@ mod tests {
                 "write elsewhere",
                 fs::write(folder.join("else"), "x").is_ok(),
             ),
+            (
+                "write what its supervisor reads",
+                fs::write(folder.join("own/key"), "own").is_ok(),
+            ),
+            (
+                "leave what its supervisor would read",
+                fs::write(folder.join("own/arguments"), "run").is_ok(),
+            ),
+            (
+                "point elsewhere",
+                symlink("../../other/key", folder.join("own/state/link"))
+                    .and_then(|()| fs::remove_file(folder.join("own/state/link")))
+                    .is_ok(),
+            ),
+            (
+                "open others' files to all",
+                fs::set_permissions(folder.join("other/key"), fs::Permissions::from_mode(0o600))
+                    .is_ok(),
+            ),
+            (
+                "call on another's socket",
+                UnixStream::connect(folder.join("other/sock")).is_ok(),
+            ),
+            ("make a pair of sockets", UnixDatagram::pair().is_ok()),
         ]
     }
 }

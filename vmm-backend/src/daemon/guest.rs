@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use crossbeam_channel::{Sender, bounded};
 use outram_wire::causes::with_causes;
 use outram_wire::control::{Counters, DiskStatus};
 use outram_wire::lost_pages::LostPages;
@@ -42,6 +43,9 @@ const FOLLOW_MEMORY: Duration = Duration::from_millis(200);
 /// How often QEMU's open files are looked at: some hundred microseconds' work. A device that was plugged is in use
 /// hardly sooner, for the guest's kernel has to find it first.
 const FOLLOW_FILES: Duration = Duration::from_millis(500);
+
+/// How long the first of these looks is waited for: it takes seconds where there may be large folios in guest RAM.
+const FIRST_LOOK: Duration = Duration::from_secs(1);
 
 /// `SIGKILL` in the kernel's mask of pending signals.
 const SIGKILL_BIT: u64 = 1 << (libc::SIGKILL - 1);
@@ -249,54 +253,67 @@ impl Guest {
     }
 }
 
-/// Follows memory that is plugged and unplugged, for as long as the guest lives.
-fn follow_memory(guest: &Weak<Guest>) {
-    let (mut was_readable, mut were_files_seen) = (true, true);
-    let mut files_looked_at: Option<Instant> = None;
+/// Looks at something of QEMU's again and again, for as long as the guest lives; says so where it cannot be looked at
+/// any more.
+fn follow(
+    guest: &Weak<Guest>,
+    every: Duration,
+    trouble: &str,
+    mut look: impl FnMut(&Guest) -> std::io::Result<()>,
+) {
+    let mut was_seen = true;
     while let Some(guest) = guest.upgrade() {
-        if files_looked_at.is_none_or(|last| last.elapsed() >= FOLLOW_FILES) {
-            files_looked_at = Some(Instant::now());
-            follow_files(&guest, &mut were_files_seen);
-        }
-        match guest.pager.follow_memory() {
-            Ok(gone) => {
-                was_readable = true;
-                guest.device.forget(&gone);
-            }
+        match look(&guest) {
+            Ok(()) => was_seen = true,
             // Its end is noticed elsewhere.
             Err(_) if guest.vmm.has_ended() => return,
-            Err(error) if was_readable => {
-                was_readable = false;
-                tracing::warn!(%error, "QEMU's memory map is not readable: hot-plugged memory is not noticed");
+            Err(error) if was_seen => {
+                was_seen = false;
+                tracing::warn!(%error, "{trouble}");
             }
             Err(_) => {}
         }
         drop(guest);
-        std::thread::sleep(FOLLOW_MEMORY);
+        std::thread::sleep(every);
     }
 }
 
-/// Looks at QEMU's open files; whether they could be seen is told where it changes to no.
-fn follow_files(guest: &Guest, were_seen: &mut bool) {
-    match guest.pager.follow_files() {
-        Ok(()) => *were_seen = true,
-        Err(error) if *were_seen && !guest.vmm.has_ended() => {
-            *were_seen = false;
-            tracing::warn!(%error, "QEMU's open files cannot be looked at: a disk plugged with cache='none' is not noticed");
-        }
-        Err(_) => {}
-    }
+/// Follows memory that is plugged and unplugged. May wait for servers.
+fn follow_memory(guest: &Weak<Guest>) {
+    let trouble = "QEMU's memory map is not readable: hot-plugged memory is not noticed";
+    follow(guest, FOLLOW_MEMORY, trouble, |guest| {
+        guest.device.forget(&guest.pager.follow_memory()?);
+        Ok(())
+    });
 }
 
-/// Whether a process has a SIGKILL pending.
+/// Looks at what QEMU has open. Says when it has looked for the first time.
+fn follow_files(guest: &Weak<Guest>, looked: &Sender<()>) {
+    let trouble =
+        "QEMU's open files cannot be looked at: a disk plugged with cache='none' is not noticed";
+    follow(guest, FOLLOW_FILES, trouble, |guest| {
+        let seen = guest.pager.follow_files();
+        // Nobody waits for more than the first, or for long.
+        let _ = looked.try_send(());
+        seen
+    });
+}
+
+/// Whether a process is on its way out.
 fn is_being_killed(pid: i32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let mask = |name: &str| {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"));
+    tells_of_an_end(&status.unwrap_or_default())
+}
+
+/// Whether a process's `status` tells of a SIGKILL pending, or of a first thread that has ended before others: one
+/// that aborts or crashes has no signal pending, and QEMU's main thread never ends alone.
+fn tells_of_an_end(status: &str) -> bool {
+    let of = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name));
-        line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok())
-            .unwrap_or(0)
+        line.unwrap_or_default().trim()
     };
-    (mask("ShdPnd:") | mask("SigPnd:")) & SIGKILL_BIT != 0
+    let mask = |name: &str| u64::from_str_radix(of(name), 16).unwrap_or(0);
+    of("State:").starts_with(['Z', 'X']) || (mask("ShdPnd:") | mask("SigPnd:")) & SIGKILL_BIT != 0
 }
 
 /// The thread that accepts QEMU.
@@ -337,7 +354,12 @@ impl GuestDoor {
                 return;
             }
             match self.take_over(&stream) {
-                Ok(guest) => serve(&self.daemon, guest),
+                Ok(guest) => {
+                    if let Err(error) = serve(&self.daemon, guest) {
+                        tracing::error!("the guest is left to another process: {error:#}");
+                        std::process::abort();
+                    }
+                }
                 Err(error) => {
                     let reason = with_causes(error.as_ref());
                     tracing::error!(%reason, "the guest's memory is refused");
@@ -417,14 +439,19 @@ pub(super) fn take_over_again(
     Ok(Guest::new(vmm, way, pager, device, userfaultfds))
 }
 
-/// From here on the guest is served, until it ends.
-pub(super) fn serve(daemon: &Daemon, guest: Guest) {
+/// From here on the guest is served, until it ends. Fails where nobody would follow what is plugged into it.
+pub(super) fn serve(daemon: &Daemon, guest: Guest) -> anyhow::Result<()> {
     let guest = Arc::new(guest);
     let followed = Arc::downgrade(&guest);
-    if let Err(error) = whole::spawn("hot-plug", move || follow_memory(&followed)) {
-        tracing::error!(%error, "hot-plugged memory is not followed");
-    }
+    whole::spawn("hot-plug", move || follow_memory(&followed)).context("starting a thread")?;
+    let followed = Arc::downgrade(&guest);
+    let (looked, first_look) = bounded(1);
+    whole::spawn("open-files", move || follow_files(&followed, &looked))
+        .context("starting a thread")?;
+    // Nothing is evicted before where it is taken over: whoever asks is to find it at work.
+    let _ = first_look.recv_timeout(FIRST_LOOK);
     daemon.set_stage(Stage::Serving(guest));
+    Ok(())
 }
 
 fn serve_disk(guest: &Guest, stream: UnixStream) -> anyhow::Result<()> {
@@ -444,4 +471,29 @@ fn serve_disk(guest: &Guest, stream: UnixStream) -> anyhow::Result<()> {
     served.context("the vhost-user connection ended")?;
     tracing::info!("QEMU disconnected the disk");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vmm_on_its_way_out_is_known_by_its_status() {
+        let status = |state: &str, pending: &str| {
+            format!(
+                "Name:\tqemu\nState:\t{state}\nSigPnd:\t{:016x}\nShdPnd:\t{pending}\n",
+                0
+            )
+        };
+        let kill = "0000000000000100";
+        let none = "0000000000000000";
+        assert!(tells_of_an_end(&status("S (sleeping)", kill)));
+        assert!(tells_of_an_end(&status("Z (zombie)", none)));
+        assert!(!tells_of_an_end(&status("D (disk sleep)", none)));
+        assert!(!tells_of_an_end(&status(
+            "t (tracing stop)",
+            "0000000000004000"
+        )));
+        assert!(!tells_of_an_end(""));
+    }
 }

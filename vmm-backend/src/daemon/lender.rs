@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use outram_wire::causes::with_causes;
@@ -37,7 +37,12 @@ pub(super) struct Lender {
     came: Arc<AtomicBool>,
     /// The pager's process, 0 before there is one.
     pager: Arc<AtomicI32>,
+    /// Sockets for slow errands that pagers have.
+    lines: Arc<AtomicUsize>,
 }
+
+/// Most sockets for slow errands: one for each of two pagers, of which one takes over from the other.
+const MOST_LINES: usize = 2;
 
 /// Why an errand is not run.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +61,12 @@ enum LendError {
     /// Another user's process.
     #[error("process {0} is of user {1}, this guest's VMM of '{2}'")]
     User(i32, u32, String),
+    /// A pager that asks again and again.
+    #[error("there are {MOST_LINES} sockets for slow errands already, and no pager needs more")]
+    Lines,
+    /// What has its place among all others.
+    #[error("this errand is not run over a socket for slow ones")]
+    NotSlow,
     /// The errand.
     #[error(transparent)]
     Handover(#[from] HandoverError),
@@ -101,6 +112,7 @@ impl Lender {
             bound: Arc::new(Mutex::new(bound)),
             came: Arc::default(),
             pager: Arc::default(),
+            lines: Arc::default(),
         }
     }
 
@@ -120,9 +132,14 @@ impl Lender {
 
     /// Runs errands for one pager, in a thread of its own, until that pager has ended.
     pub(super) fn lend(&self, socket: OwnedFd) -> io::Result<()> {
+        self.lend_line(socket, None)
+    }
+
+    /// The same over a socket for slow errands alone, where `line` counts it.
+    fn lend_line(&self, socket: OwnedFd, line: Option<Line>) -> io::Result<()> {
         let lender = self.clone();
         let work = move || {
-            if let Err(error) = lender.serve(&socket) {
+            if let Err(error) = lender.serve(&socket, line.is_some()) {
                 tracing::warn!(%error, "the pager's errands are not run any more");
             }
         };
@@ -132,10 +149,19 @@ impl Lender {
             .map(drop)
     }
 
-    fn serve(&self, socket: &OwnedFd) -> io::Result<()> {
-        while let Some((asked, beside)) = powers::receive::<serde_json::Value>(socket.as_fd())? {
-            let errand = serde_json::from_value(asked).map_err(LendError::Unknown);
-            let ran = errand.and_then(|errand: Errand| self.run(errand, beside));
+    fn serve(&self, socket: &OwnedFd, is_slow: bool) -> io::Result<()> {
+        loop {
+            let ran = match powers::receive::<serde_json::Value>(socket.as_fd()) {
+                Ok(None) => return Ok(()),
+                Ok(Some((asked, beside))) => serde_json::from_value(asked)
+                    .map_err(LendError::Unknown)
+                    .and_then(|errand: Errand| match is_slow && !errand.is_slow() {
+                        true => Err(LendError::NotSlow),
+                        false => self.run(errand, beside),
+                    }),
+                // The pager waits for an answer all the same: no descriptor was free for what came, perhaps.
+                Err(error) => Err(LendError::System(error)),
+            };
             let (answer, descriptors) = match ran {
                 Ok(brought) => brought,
                 Err(error) => {
@@ -149,7 +175,6 @@ impl Lender {
             let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
             powers::send(socket.as_fd(), &answer, &descriptors)?;
         }
-        Ok(())
     }
 
     fn run(&self, errand: Errand, beside: Vec<OwnedFd>) -> Result<Brought, LendError> {
@@ -164,11 +189,21 @@ impl Lender {
                 given.map_err(|error| LendError::Socket(format!("{error:#}")))?;
                 return done();
             }
+            Errand::NoteError(reason) => {
+                RunDir::at(&self.dir).note_error(&reason);
+                return done();
+            }
+            Errand::Line => {
+                let line = Line::add(&self.lines).ok_or(LendError::Lines)?;
+                let (ours, theirs) = powers::pair()?;
+                self.lend_line(ours, Some(line))?;
+                return one(theirs);
+            }
             _ => {}
         }
         let vmm = self.vmm()?;
         match errand {
-            Errand::Bind | Errand::GiveSocket => done(),
+            Errand::Bind | Errand::GiveSocket | Errand::NoteError(_) | Errand::Line => done(),
             Errand::GuestRam => Ok(blocks(vmm.guest_ram()?)),
             Errand::PluggedBlock(mapping) => {
                 let pager = Some(self.pager.load(Ordering::Relaxed));
@@ -198,13 +233,8 @@ impl Lender {
                 done()
             }
             Errand::Fetch(numbers) => Ok((Answer::Done, vmm.fetch_uffds(&numbers)?)),
-            Errand::OpenFiles => {
-                let forbidden = vmm.forbidden_file()?;
-                Ok((
-                    forbidden.map_or(Answer::Done, Answer::Forbidden),
-                    Vec::new(),
-                ))
-            }
+            Errand::OpenFiles => forbidden(vmm.forbidden_file()?),
+            Errand::LargeFolios => forbidden(vmm.large_folios()?),
             Errand::Maps => one(fs::File::open(format!("/proc/{}/maps", vmm.pid))?),
             Errand::PageMap => one(vmm.page_map()?),
             Errand::CountTerminations => one(termination::count(vmm.pid)?),
@@ -231,9 +261,12 @@ impl Lender {
     /// The pager is not believed: it could show a connection that it made to somebody, or a process of
     /// root's that asked it something.
     fn bind(&self, socket: &UnixStream) -> Result<(), LendError> {
-        let path = RunDir::at(&self.dir).vhost_socket();
-        if socket.local_addr()?.as_pathname() != Some(&path) {
-            return Err(LendError::Elsewhere(path));
+        let dir = RunDir::at(&self.dir);
+        // A pager of an earlier build makes it under its name.
+        let places = [dir.vhost_socket_made(), dir.vhost_socket()];
+        let met = socket.local_addr()?;
+        if !places.iter().any(|place| met.as_pathname() == Some(place)) {
+            return Err(LendError::Elsewhere(dir.vhost_socket()));
         }
         let peer = handover::peer(socket)?;
         if let Some(user) = &self.socket_user {
@@ -269,8 +302,32 @@ impl Lender {
     }
 }
 
+/// Counts a socket for slow errands, until it is dropped.
+struct Line(Arc<AtomicUsize>);
+
+impl Line {
+    /// One more, unless there are enough.
+    fn add(lines: &Arc<AtomicUsize>) -> Option<Self> {
+        let more = |count| (count < MOST_LINES).then_some(count + 1);
+        lines
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
+            .ok()
+            .map(|_| Self(Arc::clone(lines)))
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 fn done() -> Result<Brought, LendError> {
     Ok((Answer::Done, Vec::new()))
+}
+
+fn forbidden(why: Option<String>) -> Result<Brought, LendError> {
+    Ok((why.map_or(Answer::Done, Answer::Forbidden), Vec::new()))
 }
 
 fn one(descriptor: impl Into<OwnedFd>) -> Result<Brought, LendError> {
@@ -337,7 +394,7 @@ mod tests {
     }
 
     fn listen(dir: &Path) -> (UnixListener, Lender) {
-        let listener = UnixListener::bind(RunDir::at(dir).vhost_socket()).expect("bound");
+        let listener = UnixListener::bind(RunDir::at(dir).vhost_socket_made()).expect("bound");
         (listener, Lender::new(dir, None))
     }
 
@@ -406,6 +463,38 @@ mod tests {
         lender.run(Errand::Bind, came.shown()).expect("bound");
     }
 
+    /// Has an errand run, as a pager does.
+    fn ask(line: &OwnedFd, errand: &impl Serialize) -> (Answer, Vec<OwnedFd>) {
+        powers::send(line.as_fd(), errand, &[]).expect("sent");
+        let answer = powers::receive(line.as_fd()).expect("received");
+        answer.expect("an answer")
+    }
+
+    #[test]
+    fn a_pager_has_few_sockets_and_they_end_with_it() {
+        let root = tempfile::tempdir().expect("a folder");
+        let (_listener, lender) = listen(root.path());
+        let (first, theirs) = powers::pair().expect("a socket");
+        lender.lend(theirs).expect("a thread");
+        let mut lines = Vec::new();
+        loop {
+            match ask(&first, &Errand::Line) {
+                (Answer::Done, beside) => lines.extend(beside),
+                (refused, _) => break assert!(matches!(refused, Answer::Failed { .. })),
+            }
+        }
+        assert_eq!(lines.len(), MOST_LINES);
+        // What has to be one after the other is.
+        match ask(&lines[0], &Errand::Bind) {
+            (Answer::Failed { reason, .. }, _) => assert!(reason.contains("slow"), "{reason}"),
+            other => panic!("{other:?}"),
+        }
+        drop(lines);
+        while lender.lines.load(Ordering::Relaxed) > 0 {
+            std::thread::yield_now();
+        }
+    }
+
     #[test]
     fn an_errand_of_a_later_build_is_answered_and_the_next_is_run() {
         let root = tempfile::tempdir().expect("a folder");
@@ -414,12 +503,9 @@ mod tests {
         lender.lend(theirs).expect("a thread");
         for errand in ["\"no-such-errand\"", "{\"kill\":7}", "\"kill\""] {
             let asked: serde_json::Value = serde_json::from_str(errand).expect("JSON");
-            powers::send(ours.as_fd(), &asked, &[]).expect("sent");
-            let answer = powers::receive::<Answer>(ours.as_fd()).expect("an answer");
-            assert!(
-                matches!(answer, Some((Answer::Failed { .. }, _))),
-                "{errand}: {answer:?}"
-            );
+            let (answer, _) = ask(&ours, &asked);
+            let is_failed = matches!(answer, Answer::Failed { .. });
+            assert!(is_failed, "{errand}: {answer:?}");
         }
     }
 }

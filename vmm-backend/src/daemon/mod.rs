@@ -45,7 +45,7 @@ use crate::handover::powers::Errand;
 use crate::pager::{self, Orphan, PagerConfig, PreparedPager};
 use crate::remote::{RemoteConfig, Timing};
 use guest::GuestDoor;
-use run_dir::RunDir;
+use run_dir::{Door, RunDir};
 use stage::{Daemon, Stage};
 use supervisor::START_AGAIN;
 
@@ -143,26 +143,56 @@ pub fn run(flags: Flags) -> anyhow::Result<()> {
         .map_err(anyhow::Error::from)
         .inspect_err(|error| leave_reason(&likely, error))?;
     surroundings::prepare();
+    let dir = RunDir::create(&config.dir)?;
+    let doors = Doors::make(&dir)?;
     let powers = match config.supervisor {
         None => Powers::default(),
         // Before there is any thread but this.
         Some(_) => {
             let socket = std::io::stdin().as_fd().try_clone_to_owned();
             let powers = Powers::lent(socket.context("the socket to the supervisor")?);
-            confinement::confine(&readable(&config), &config.dir)
+            confinement::confine(&readable(&config), &config.dir, &dir.state())
                 .context("giving up what this process does not need")?;
             powers
         }
     };
-    let dir = RunDir::create(&config.dir)?;
-    let result = serve(config, powers, &dir);
+    let result = serve(config, powers.clone(), &dir, doors);
     match &result {
         Ok(()) => dir.remove(),
-        // The guest that it is of is to be found by whoever goes on with it.
-        Err(error) if dir.has_record() => dir.note_error(&with_causes(error.as_ref())),
-        Err(error) => dir.leave_error(&with_causes(error.as_ref())),
+        Err(error) => {
+            note_error(&dir, &powers, &with_causes(error.as_ref()));
+            // The guest that it is of is to be found by whoever goes on with it.
+            if !dir.has_record() {
+                dir.remove_sockets();
+            }
+        }
     }
     result
+}
+
+/// The sockets of a guest's directory.
+struct Doors {
+    vhost: Door,
+    control: Door,
+}
+
+impl Doors {
+    fn make(dir: &RunDir) -> anyhow::Result<Self> {
+        Ok(Self {
+            vhost: dir.make_vhost()?,
+            control: dir.make_control()?,
+        })
+    }
+}
+
+/// Leaves a reason where the hook and `outram status` find it.
+fn note_error(dir: &RunDir, powers: &Powers, reason: &str) {
+    if powers.are_own() {
+        return dir.note_error(reason);
+    }
+    if let Err(error) = powers.run(&Errand::NoteError(reason.to_owned()), None) {
+        tracing::warn!(%error, "the reason cannot be left in the guest's directory");
+    }
 }
 
 /// Where settings and certificates lie.
@@ -191,7 +221,7 @@ fn leave_reason(dir: &Path, error: &anyhow::Error) {
     }
 }
 
-fn serve(config: Config, powers: Powers, dir: &RunDir) -> anyhow::Result<()> {
+fn serve(config: Config, powers: Powers, dir: &RunDir, doors: Doors) -> anyhow::Result<()> {
     let remote = RemoteConfig {
         addresses: config.servers.clone(),
         identity: Arc::new(Identity::of(config.tls.clone())),
@@ -210,7 +240,7 @@ fn serve(config: Config, powers: Powers, dir: &RunDir) -> anyhow::Result<()> {
         tracing::warn!("{words}: until then pages go over TCP, or wait where RDMA is demanded");
     }
     if let Some(orphan) = Orphan::find(&dir.state(), config.vm, &powers)? {
-        return serve_again(config, powers, dir, orphan, &remote);
+        return serve_again(config, powers, dir, doors, orphan, &remote);
     }
     if config.takeovers > 0 {
         tracing::info!("the guest has ended meanwhile");
@@ -229,7 +259,7 @@ fn serve(config: Config, powers: Powers, dir: &RunDir) -> anyhow::Result<()> {
     tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
     let daemon = Arc::new(daemon);
     let metrics = serve_metrics(&daemon)?;
-    open_doors(daemon, dir, metrics)
+    open_doors(daemon, dir, doors, metrics)
 }
 
 /// Goes on with a guest whose backend died: its memory first, then all that others may ask for.
@@ -237,6 +267,7 @@ fn serve_again(
     config: Config,
     powers: Powers,
     dir: &RunDir,
+    doors: Doors,
     orphan: Orphan,
     remote: &RemoteConfig,
 ) -> anyhow::Result<()> {
@@ -263,13 +294,13 @@ fn serve_again(
         None,
         disk,
     ));
-    guest::serve(&daemon, guest);
+    guest::serve(&daemon, guest)?;
     let metrics = serve_metrics(&daemon).unwrap_or_else(|error| {
         // The guest comes first; its address may be another's by now.
         tracing::warn!("metrics are served to 'outram metrics' alone: {error:#}");
         None
     });
-    open_doors(daemon, dir, metrics)
+    open_doors(daemon, dir, doors, metrics)
 }
 
 /// Serves metrics, where the settings name an address for them.
@@ -281,13 +312,18 @@ fn serve_metrics(daemon: &Arc<Daemon>) -> anyhow::Result<Option<Page>> {
 }
 
 /// Serves QEMU's disk and the control socket until the guest has ended, and metrics meanwhile.
-fn open_doors(daemon: Arc<Daemon>, dir: &RunDir, _metrics: Option<Page>) -> anyhow::Result<()> {
-    let door = dir.listen_vhost()?;
+fn open_doors(
+    daemon: Arc<Daemon>,
+    dir: &RunDir,
+    doors: Doors,
+    _metrics: Option<Page>,
+) -> anyhow::Result<()> {
+    let door = doors.vhost.open()?;
     match daemon.powers.are_own() {
         true => dir.give_vhost(daemon.config.socket_user.as_deref())?,
         false => daemon.powers.run(&Errand::GiveSocket, None)?,
     }
-    let control = dir.listen_control()?;
+    let control = doors.control.open()?;
     let stop = Arc::clone(&daemon.asked_to_stop);
     for signal in [SIGTERM, SIGINT, SIGHUP] {
         signal_hook::flag::register(signal, Arc::clone(&stop))
@@ -390,7 +426,7 @@ fn watch(daemon: &Daemon, dir: &RunDir) -> anyhow::Result<()> {
             }
             Stage::Refused(reason) => {
                 let since = *refused_at.get_or_insert_with(|| {
-                    dir.note_error(&reason);
+                    note_error(dir, &daemon.powers, &reason);
                     Instant::now()
                 });
                 if asked_to_stop || since.elapsed() > REFUSAL_LINGER {

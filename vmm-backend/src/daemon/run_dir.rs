@@ -18,6 +18,44 @@ pub(super) struct RunDir {
     path: PathBuf,
 }
 
+/// A socket that somebody may connect to once it has its name: a process that has given up what it does not need
+/// can make none.
+pub(super) struct Door {
+    listener: UnixListener,
+    made: PathBuf,
+    name: PathBuf,
+}
+
+impl Door {
+    fn make(name: PathBuf) -> anyhow::Result<Self> {
+        let made = made_as(&name);
+        remove_file(&made)?;
+        let listen = || {
+            let listener = UnixListener::bind(&made)?;
+            fs::set_permissions(&made, fs::Permissions::from_mode(0o600))?;
+            Ok::<_, io::Error>(listener)
+        };
+        let listener = listen().with_context(|| format!("cannot listen at {}", made.display()))?;
+        Ok(Self {
+            listener,
+            made,
+            name,
+        })
+    }
+
+    /// Gives it its name, in place of whatever has it.
+    pub(super) fn open(self) -> anyhow::Result<UnixListener> {
+        fs::rename(&self.made, &self.name)
+            .with_context(|| format!("cannot listen at {}", self.name.display()))?;
+        Ok(self.listener)
+    }
+}
+
+/// What a socket is called before it may be found.
+fn made_as(name: &Path) -> PathBuf {
+    name.with_extension("new")
+}
+
 impl RunDir {
     /// Makes the directory. Refuses where another backend serves the guest.
     pub(super) fn create(path: &Path) -> anyhow::Result<Self> {
@@ -85,9 +123,14 @@ impl RunDir {
         self.path.join("vhost.sock")
     }
 
-    /// Listens for QEMU.
-    pub(super) fn listen_vhost(&self) -> anyhow::Result<UnixListener> {
-        listen(&self.vhost_socket())
+    /// Where whoever comes by that name is met: what the kernel calls the socket ever after.
+    pub(super) fn vhost_socket_made(&self) -> PathBuf {
+        made_as(&self.vhost_socket())
+    }
+
+    /// The socket for QEMU.
+    pub(super) fn make_vhost(&self) -> anyhow::Result<Door> {
+        Door::make(self.vhost_socket())
     }
 
     /// Makes the socket for QEMU that user's: nobody else may connect.
@@ -101,11 +144,9 @@ impl RunDir {
             .with_context(|| format!("cannot give {} to {user}", path.display()))
     }
 
-    /// Listens for `outram tune` and `outram status`: root's alone.
-    pub(super) fn listen_control(&self) -> anyhow::Result<UnixListener> {
-        let path = self.path.join("control.sock");
-        remove_file(&path)?;
-        listen(&path)
+    /// The socket for `outram tune` and `outram status`: root's alone.
+    pub(super) fn make_control(&self) -> anyhow::Result<Door> {
+        Door::make(self.path.join("control.sock"))
     }
 
     /// Leaves a reason where the hook and `outram status` find it.
@@ -137,22 +178,16 @@ impl RunDir {
     /// Removes sockets and what is left of the state, which is unmounted.
     pub(super) fn remove_sockets(&self) {
         for name in ["vhost.sock", "control.sock"] {
-            if let Err(error) = remove_file(&self.path.join(name)) {
-                tracing::warn!("{error:#}");
+            let name = self.path.join(name);
+            for path in [made_as(&name), name] {
+                if let Err(error) = remove_file(&path) {
+                    tracing::warn!("{error:#}");
+                }
             }
         }
         // Unmounted by then; holds nothing of its own.
         let _ = fs::remove_dir(self.state());
     }
-}
-
-fn listen(path: &Path) -> anyhow::Result<UnixListener> {
-    let listen = || {
-        let listener = UnixListener::bind(path)?;
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-        Ok::<_, io::Error>(listener)
-    };
-    listen().with_context(|| format!("cannot listen at {}", path.display()))
 }
 
 fn remove_file(path: &Path) -> anyhow::Result<()> {

@@ -259,9 +259,18 @@ impl Daemon {
 
 /// How far a guest's memory has come home, if that is where it goes.
 fn homing(guest: &Guest) -> Option<HomingStatus> {
-    (guest.pager.course() != Course::Serving).then(|| HomingStatus {
-        elsewhere_bytes: guest.pager.bytes_elsewhere(),
-        home: guest.pager.is_home(),
+    (guest.pager.course() != Course::Serving).then(|| {
+        // The last page may come in between.
+        let home = guest.pager.is_home();
+        let elsewhere_bytes = if home {
+            0
+        } else {
+            guest.pager.bytes_elsewhere()
+        };
+        HomingStatus {
+            elsewhere_bytes,
+            home,
+        }
     })
 }
 

@@ -282,7 +282,7 @@ impl Supervisor<'_> {
             .arg("page")
             .args(self.arguments)
             .arg(format!("--supervisor={}", std::process::id()))
-            .env(powers::OPEN_FILES, "1")
+            .env(powers::OPEN_FILES, powers::FOLIOS)
             .arg(format!("--takeovers={}", self.takeovers))
             .env_remove(TAKEOVERS)
             .spawn()

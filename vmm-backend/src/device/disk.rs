@@ -6,7 +6,8 @@ use std::sync::Arc;
 use outram_wire::units::VmId;
 
 use super::request::Failure;
-use crate::far_disk::{DiskFault, FarDisk, Interrupt};
+use crate::far_disk::{DiskFault, FarDisk};
+use crate::interrupt::Interrupt;
 
 /// Bytes of a sector, the unit of virtio-blk.
 pub(super) const SECTOR_BYTES: u64 = 512;

@@ -7,7 +7,7 @@ use outram_wire::units::VmId;
 use super::chain::{self, DescriptorTable, RawDescriptor, Segment, total};
 use super::disk::Disk;
 use super::request::{AccessError, Buffers, execute};
-use crate::far_disk::Interrupt;
+use crate::interrupt::Interrupt;
 
 /// Bytes of a descriptor.
 const DESCRIPTOR_BYTES: usize = 16;

@@ -3,6 +3,7 @@
 use outram_wire::units::PageSize;
 
 use crate::handover::MemfdId;
+use crate::interrupt::Interrupt;
 
 /// A range of guest RAM, addressed as the pager knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -39,6 +40,9 @@ pub enum PinError {
     /// The guest is ending; nothing is brought in any more.
     #[error("the guest is ending")]
     Ending,
+    /// The caller wanted it ended.
+    #[error("the request was interrupted")]
+    Interrupted,
     /// A page is lost for good.
     #[error("a page of the range is lost")]
     Lost,
@@ -58,9 +62,14 @@ pub enum PinError {
 /// Guest RAM as the device needs it. Implemented by the pager.
 pub trait GuestMemory: Send + Sync {
     /// Brings the pages of these ranges in, marks them dirty first if `write`, and keeps them
-    /// resident until the guard drops. All or nothing. Blocks; fails if the guest is ending or a
-    /// page is lost. Ranges may share a page.
-    fn pin(&self, ranges: &[HostRange], write: bool) -> Result<Box<dyn Pinned>, PinError>;
+    /// resident until the guard drops. All or nothing. Blocks until then or until interrupted; fails
+    /// if the guest is ending or a page is lost. Ranges may share a page.
+    fn pin(
+        &self,
+        ranges: &[HostRange],
+        write: bool,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<Box<dyn Pinned>, PinError>;
 
     /// The front end told its memory table: the pager confirms that the regions are guest RAM it
     /// knows, and learns their guest-physical addresses. An error cuts the connection.

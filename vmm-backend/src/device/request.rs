@@ -12,7 +12,7 @@ use virtio_bindings::bindings::virtio_blk::{
 use super::chain::{Chain, Segment, total};
 use super::disk::{Disk, SECTOR_BYTES};
 use super::memory::PinError;
-use crate::far_disk::Interrupt;
+use crate::interrupt::Interrupt;
 
 /// Bytes of a request's header.
 const HEADER_BYTES: usize = 16;
@@ -86,6 +86,9 @@ pub(super) fn execute(
         Err(Failure::Interrupted) => return None,
     };
     let told = buffers.write(&chain.writable, room, &[status as u8]);
+    if let Err(AccessError::Pin(PinError::Interrupted)) = told {
+        return None;
+    }
     Some(Completion {
         // Bounded by MAX_REQUEST_BYTES.
         written: if told.is_ok() { data_bytes + 1 } else { 0 },
@@ -104,6 +107,9 @@ pub(super) enum Failure {
 
 impl From<AccessError> for Failure {
     fn from(error: AccessError) -> Self {
+        if let AccessError::Pin(PinError::Interrupted) = error {
+            return Failure::Interrupted;
+        }
         tracing::debug!(%error, "disk request failed");
         Failure::Error
     }

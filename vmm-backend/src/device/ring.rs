@@ -20,6 +20,7 @@ use super::dirty_log::DirtyLog;
 use super::guard::{Guard, RingMapping};
 use super::memory::{GuestMemory, HostRange, PinError, Pinned};
 use super::table::{MappedRegion, Table};
+use crate::interrupt::Interrupt;
 
 /// Largest queue offered; QEMU allows 1024 for this device.
 pub(super) const MAX_QUEUE_SIZE: u16 = 1024;
@@ -102,8 +103,8 @@ impl Ring {
         let written = [(used, 6 + 8 * size)];
         let used_at = guest_address_of(table, written[0], used_log)?;
         let pins = [
-            pager.pin(&host_ranges(table, &read)?, false)?,
-            pager.pin(&host_ranges(table, &written)?, true)?,
+            pager.pin(&host_ranges(table, &read)?, false, &Interrupt::never())?,
+            pager.pin(&host_ranges(table, &written)?, true, &Interrupt::never())?,
         ];
         let parts = [read[0], read[1], written[0]];
         let (memory, mappings) = map(guard, table, &parts, pager.page_size())?;

@@ -12,6 +12,7 @@ use super::dirty_log::DirtyLog;
 use super::guard::{Guard, GuardedMapping, Stray};
 use super::memory::{GuestMemory, HostRange, TableRegion};
 use super::request::{AccessError, Buffers};
+use crate::interrupt::Interrupt;
 
 /// A region with our own, guarded mapping of it.
 pub(super) struct MappedRegion {
@@ -229,6 +230,7 @@ pub(super) struct PinnedBuffers<'a> {
     pub memory: &'a dyn GuestMemory,
     pub strays: &'a AtomicU64,
     pub log: &'a DirtyLog,
+    pub interrupt: Interrupt<'a>,
 }
 
 impl PinnedBuffers<'_> {
@@ -249,7 +251,7 @@ impl PinnedBuffers<'_> {
                     .iter()
                     .map(|piece| piece.region.host_range(piece.offset, piece.length))
                     .collect();
-                let pinned = self.memory.pin(&ranges, write);
+                let pinned = self.memory.pin(&ranges, write, &self.interrupt);
                 let current = self.table();
                 if !Arc::ptr_eq(&current, &table) {
                     // All of it once more: what was copied is the same.
@@ -327,7 +329,12 @@ mod tests {
     impl Pinned for Nothing {}
 
     impl GuestMemory for Resident {
-        fn pin(&self, ranges: &[HostRange], _write: bool) -> Result<Box<dyn Pinned>, PinError> {
+        fn pin(
+            &self,
+            ranges: &[HostRange],
+            _write: bool,
+            _interrupt: &Interrupt<'_>,
+        ) -> Result<Box<dyn Pinned>, PinError> {
             (self.wait)();
             let mut pins = self.pins.lock().expect("not poisoned");
             pins.push(ranges.to_vec());
@@ -382,6 +389,7 @@ mod tests {
             memory: &memory,
             strays: &strays,
             log: &DirtyLog::default(),
+            interrupt: Interrupt::never(),
         };
         let start = 8 * PAGE - 100;
         let segments = [
@@ -437,6 +445,7 @@ mod tests {
             memory: &memory,
             strays: &strays,
             log: &log,
+            interrupt: Interrupt::never(),
         };
         let segment = Segment {
             address: 4 * PAGE,
@@ -469,6 +478,7 @@ mod tests {
             memory: &memory,
             strays: &strays,
             log: &DirtyLog::default(),
+            interrupt: Interrupt::never(),
         };
         for address in [0, 4 * PAGE - 1, 12 * PAGE - 10, 12 * PAGE, u64::MAX - 5] {
             let segments = [Segment {

@@ -19,7 +19,7 @@ use super::ring::{Ring, RingError};
 use super::table::{PinnedBuffers, Table};
 use super::tally::Tally;
 use crate::crash_points::{self, Point};
-use crate::far_disk::Interrupt;
+use crate::interrupt::Interrupt;
 use crate::whole;
 
 /// What all queues of a device share.
@@ -187,13 +187,14 @@ impl QueueServer {
 
     /// Bytes written into the chain; nothing where the request was interrupted by a stop.
     fn execute(&self, chain: &super::chain::Chain) -> Option<u32> {
+        let interrupt = Interrupt::by(&self.stop.wanted);
         let buffers = PinnedBuffers {
             table: &self.shared.table,
             memory: self.shared.memory.as_ref(),
             strays: &self.shared.tally.strays,
             log: &self.shared.log,
+            interrupt,
         };
-        let interrupt = Interrupt::by(&self.stop.wanted);
         let completion = request::execute(chain, &self.shared.disk, &buffers, &interrupt)?;
         self.shared.tally.request(completion.succeeded);
         Some(completion.written)

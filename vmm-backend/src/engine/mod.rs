@@ -141,6 +141,8 @@ pub struct Fetch {
     pub slot: SlotId,
     /// Whether nobody waits for it yet: it goes behind what somebody waits for.
     pub ahead: bool,
+    /// The next one follows at once, and is fetched ahead: both go by one request.
+    pub with_next: bool,
 }
 
 /// A page in staging, to be written to the memory servers.
@@ -204,6 +206,8 @@ pub trait Ports {
     /// Starts reading a page; answered by [`shard::Shard::on_fetched`], after reconnecting if
     /// need be. Returns false where the server is out of reach now.
     fn fetch(&mut self, fetch: Fetch) -> bool;
+    /// Sends what waits for another to go with it ([`Fetch::with_next`]), whether that came or not.
+    fn send_waited_for(&mut self);
     /// Hands out a run; answered by [`shard::Shard::on_run_done`].
     fn start_run(&mut self, run: eviction::Run);
     /// Queues a page for write-back; answered by [`shard::Shard::on_written_back`].

@@ -17,7 +17,8 @@ use outram_wire::server::data::Op;
 use outram_wire::server::{Extent, Refusal, SlabId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{DiskFault, Interrupt, LOOK};
+use super::DiskFault;
+use crate::interrupt::{Interrupt, LOOK};
 use crate::remote::{DataConn, ExtentError, RemoteError, Session, SessionEvent, SubmitError};
 
 /// How long an interrupted request waits for a reply that is under way: a server in reach answers

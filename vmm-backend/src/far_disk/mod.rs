@@ -42,6 +42,7 @@ use outram_wire::seal::Seal;
 use outram_wire::server::{DiskId, SlabId};
 use outram_wire::units::{VmId, format_size};
 
+use crate::interrupt::{Interrupt, LOOK};
 use crate::remote::{RemoteConfig, RemoteError};
 use key::Identity;
 use line::Over;
@@ -49,8 +50,6 @@ use store::Store;
 
 pub use table::{DiskTable, TableError};
 
-/// How often what waits looks whether it is interrupted.
-const LOOK: Duration = Duration::from_millis(50);
 /// How long the servers may take to confirm that the disk is dropped.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Between two attempts to open a disk whose server is out of reach.
@@ -146,26 +145,6 @@ pub enum DiskFault {
     /// The guest has ended.
     #[error("the guest has ended")]
     Ended,
-}
-
-/// Whether whoever made a request wants it ended.
-#[derive(Clone, Copy, Debug)]
-pub struct Interrupt<'a>(Option<&'a AtomicBool>);
-
-impl<'a> Interrupt<'a> {
-    /// Wanted once the flag is set.
-    pub fn by(flag: &'a AtomicBool) -> Self {
-        Self(Some(flag))
-    }
-
-    /// Never wanted.
-    pub fn never() -> Self {
-        Self(None)
-    }
-
-    fn is_wanted(&self) -> bool {
-        self.0.is_some_and(|flag| flag.load(Ordering::Acquire))
-    }
 }
 
 /// A guest's far-memory disk.

@@ -19,7 +19,8 @@ use super::layout::{Entry, HEADER, Layout, Run, decode_header, entries};
 use super::line::{Line, LineState};
 use super::store::{Store, StoreKeys};
 use super::table::{DiskTable, FormerOpening};
-use super::{DiskError, DiskFault, FarDiskConfig, Interrupt};
+use super::{DiskError, DiskFault, FarDiskConfig};
+use crate::interrupt::Interrupt;
 use crate::remote::{DiskOpening, FIRST_PATIENCE, RemoteError, Session, SessionEvent};
 use crate::whole;
 

@@ -6,7 +6,8 @@
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::{DiskFault, Interrupt, LOOK};
+use super::DiskFault;
+use crate::interrupt::{Interrupt, LOOK};
 
 /// Ranges in use.
 #[derive(Debug, Default)]

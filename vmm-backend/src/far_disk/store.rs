@@ -9,15 +9,16 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
+use super::DiskFault;
 use super::block_keys::BlockKeys;
 use super::extents::{Extents, Place, StoredExtent, runs_of};
 use super::layout::{BLOCK, ENTRY, Entry, HEADER, Layout, Run, encode_header, entries};
 use super::line::{Line, Over};
 use super::ranges::{Hold, Ranges};
-use super::{DiskFault, Interrupt};
 use crate::engine::seal::Refused;
 use crate::engine::tag::{TagKey, fill_word};
 use crate::engine::{Generation, PageIndex};
+use crate::interrupt::Interrupt;
 
 /// Most blocks that one request to a server moves: 1 MiB, as much as a guest's request.
 const MOST_BLOCKS: u32 = 256;

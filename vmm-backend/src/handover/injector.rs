@@ -22,8 +22,9 @@ use super::{HandoverError, MAX_UFFDS, Options, Vmm, Way, kernel};
 
 /// Longest line accepted from the injector.
 const MAX_LINE_BYTES: usize = 64 * 1024;
-/// What the parent waits beyond the injector's own time-out.
-const GRACE: Duration = Duration::from_secs(1);
+/// What the parent waits beyond the injector's own time-out: it matters only where an injector does not
+/// even start, and one that is started on a host that is busy beyond measure tells more than the parent can.
+const GRACE: Duration = Duration::from_secs(20);
 
 /// What the injector is to do; its command line.
 #[derive(Clone, Debug, PartialEq, Eq)]

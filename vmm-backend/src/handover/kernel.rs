@@ -238,6 +238,10 @@ mod tests {
                 }
             }
         });
+        // The other may come to a processor only once all is looked at.
+        while !signalled.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
         let looks = (0..50_000).map(|_| poll_readable(nothing_comes.as_fd(), Some(Duration::ZERO)));
         let found: io::Result<Vec<bool>> = looks.collect();
         is_over.store(true, Ordering::Relaxed);

@@ -40,8 +40,8 @@ use powers::{Answer, Errand};
 pub const MAX_UFFDS: usize = 256;
 
 /// A process that is being killed answers with all kinds of errors before it is gone: how long an
-/// error waits to learn whether that is its reason.
-const ENDING: Duration = Duration::from_millis(200);
+/// error waits to learn whether that is its reason. A moment, but on a busy host.
+const ENDING: Duration = Duration::from_secs(1);
 
 /// Identity of a memfd (or any file): what `fstat` says of it.
 #[derive(
@@ -106,6 +106,15 @@ pub struct Vmm {
     powers: Powers,
     /// Its memory map, once it was asked for: whoever has it open need not be permitted again.
     maps: Mutex<Option<File>>,
+}
+
+/// What forbids paging, in words.
+fn forbidden(found: Result<(), Refusal>) -> io::Result<Option<String>> {
+    match found {
+        Ok(()) => Ok(None),
+        Err(Refusal::Unreadable { source, .. }) => Err(source),
+        Err(refusal) => Ok(Some(refusal.to_string())),
+    }
 }
 
 impl Vmm {
@@ -202,20 +211,39 @@ impl Vmm {
     /// with O_DIRECT, or a device that is passed through.
     pub fn forbidden_file(&self) -> io::Result<Option<String>> {
         if !self.powers.are_own() {
-            if std::env::var_os(powers::OPEN_FILES).is_none() {
+            if !self.looks_at_files() {
                 let text = "the supervisor is of an earlier build, until 'outram restart'";
                 return Err(io::Error::other(text));
             }
-            return Ok(match self.powers.send(&Errand::OpenFiles, None)? {
-                (Answer::Forbidden(reason), _) => Some(reason),
-                _ => None,
-            });
+            return self.why_forbidden(&Errand::OpenFiles);
         }
-        match discover::open_files(self.pid) {
-            Ok(()) => Ok(None),
-            Err(Refusal::Unreadable { source, .. }) => Err(source),
-            Err(refusal) => Ok(Some(refusal.to_string())),
+        forbidden(discover::open_files(self.pid))
+    }
+
+    /// Whether it can be told what it has open: not by the supervisor of a much earlier build.
+    pub fn looks_at_files(&self) -> bool {
+        self.powers.are_own() || std::env::var_os(powers::OPEN_FILES).is_some()
+    }
+
+    /// What large folios of base pages its RAM holds, in words with the cure. To be asked where it
+    /// [may be](Self::looks_at_folios).
+    pub fn large_folios(&self) -> io::Result<Option<String>> {
+        match self.powers.are_own() {
+            true => forbidden(discover::large_folios(self.pid)),
+            false => self.why_forbidden(&Errand::LargeFolios),
         }
+    }
+
+    /// Whether it can be told what large folios there are: not by the supervisor of an earlier build.
+    pub fn looks_at_folios(&self) -> bool {
+        self.powers.are_own() || powers::knows_folios()
+    }
+
+    fn why_forbidden(&self, errand: &Errand) -> io::Result<Option<String>> {
+        Ok(match self.powers.send(errand, None)? {
+            (Answer::Forbidden(reason), _) => Some(reason),
+            _ => None,
+        })
     }
 
     fn one_block(&self, errand: Errand) -> Result<RamBlock, Refusal> {
@@ -464,8 +492,8 @@ pub enum HandoverError {
 
 /// Creates `uffd_count` userfaultfds in the VMM that waits for a reply on `socket` (our end).
 ///
-/// Blocks for at most `options.timeout` and a second. Nothing of the vhost-user stream is
-/// consumed, and nothing is left in it, whatever the outcome.
+/// Blocks for at most `options.timeout` and, where the injector does not even start, some seconds
+/// more. Nothing of the vhost-user stream is consumed, and nothing is left in it, whatever the outcome.
 pub fn take(
     vmm: &Vmm,
     socket: &UnixStream,

@@ -5,13 +5,15 @@
 //! One message each way over a socket that keeps messages apart (`SOCK_SEQPACKET`): JSON, with
 //! descriptors beside it. Both ends are of one build, or of two that follow each other: fields may be
 //! added, and an errand that is not known is answered with an error.
+//!
+//! Errands that take long go over a socket of their own, for QEMU may wait for others.
 
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
@@ -30,9 +32,17 @@ const MAX_MESSAGE_BYTES: usize = 128 << 10;
 /// Most descriptors beside one: the kernel's limit (`SCM_MAX_FD`).
 const MAX_DESCRIPTORS: usize = 253;
 
-/// A variable that a supervisor sets where it knows [`Errand::OpenFiles`]. One of an earlier build runs no errand
-/// any more once it was asked for one that it does not know.
+/// A variable that a supervisor sets where it knows [`Errand::OpenFiles`], to [`FOLIOS`] where it knows
+/// [`Errand::LargeFolios`] and answers what it does not know with an error. One of an earlier build runs no errand any
+/// more once it was asked for one that it does not know.
 pub(crate) const OPEN_FILES: &str = "OUTRAM_LOOKS_AT_OPEN_FILES";
+/// See [`OPEN_FILES`].
+pub(crate) const FOLIOS: &str = "folios";
+
+/// Whether the supervisor knows [`Errand::LargeFolios`]; see [`OPEN_FILES`].
+pub(super) fn knows_folios() -> bool {
+    std::env::var_os(OPEN_FILES).is_some_and(|known| known == FOLIOS)
+}
 
 /// What a pager may ask of its supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -55,6 +65,8 @@ pub(crate) enum Errand {
     Fetch(Vec<RawFd>),
     /// See [`super::discover::open_files`].
     OpenFiles,
+    /// See [`super::discover::large_folios`].
+    LargeFolios,
     /// `/proc/PID/maps`, open.
     Maps,
     /// `/proc/PID/pagemap`, open.
@@ -69,6 +81,17 @@ pub(crate) enum Errand {
     Kill,
     /// Make the vhost-user socket QEMU's user's.
     GiveSocket,
+    /// Leave this reason in the guest's directory.
+    NoteError(String),
+    /// A socket for [slow](Self::is_slow) errands.
+    Line,
+}
+
+impl Errand {
+    /// It may take seconds.
+    pub(crate) fn is_slow(&self) -> bool {
+        matches!(self, Self::PluggedBlock(_) | Self::LargeFolios)
+    }
 }
 
 /// How an errand went.
@@ -86,7 +109,7 @@ pub(crate) enum Answer {
         /// How they were obtained.
         way: Way,
     },
-    /// Of open files: why one of them forbids paging.
+    /// Of open files or large folios: why they forbid paging.
     Forbidden(String),
     /// It failed.
     Failed {
@@ -173,12 +196,23 @@ impl ErrandError {
 
 /// Power over the VMM: this process's own, or the supervisor's.
 #[derive(Clone, Debug, Default)]
-pub struct Powers(Option<Arc<Mutex<OwnedFd>>>);
+pub struct Powers(Option<Arc<Lines>>);
+
+/// Sockets to the supervisor. A question and its answer are one thing under a lock.
+#[derive(Debug)]
+struct Lines {
+    first: Mutex<OwnedFd>,
+    /// For what is slow, once that was asked for and given.
+    slow: OnceLock<Mutex<OwnedFd>>,
+}
 
 impl Powers {
     /// Those of whoever is at the other end.
     pub fn lent(socket: OwnedFd) -> Self {
-        Self(Some(Arc::new(Mutex::new(socket))))
+        Self(Some(Arc::new(Lines {
+            first: Mutex::new(socket),
+            slow: OnceLock::new(),
+        })))
     }
 
     /// Whether this process has them itself.
@@ -192,11 +226,14 @@ impl Powers {
         errand: &Errand,
         beside: Option<BorrowedFd<'_>>,
     ) -> Result<(Answer, Vec<OwnedFd>), ErrandError> {
-        let Some(socket) = &self.0 else {
+        let Some(lines) = &self.0 else {
             let text = "this process runs its errands itself".to_owned();
             return Err(ErrandError::Told(text));
         };
-        // A question and its answer are one thing under this lock.
+        let socket = match errand.is_slow() {
+            true => self.slow_line(lines),
+            false => &lines.first,
+        };
         let socket = socket.lock().unwrap_or_else(PoisonError::into_inner);
         let beside: Vec<BorrowedFd<'_>> = beside.into_iter().collect();
         send(socket.as_fd(), errand, &beside).map_err(ErrandError::Silent)?;
@@ -206,6 +243,24 @@ impl Powers {
             Some((Answer::Failed { reason, .. }, _)) => Err(ErrandError::Told(reason)),
             Some(answer) => Ok(answer),
             None => Err(ErrandError::Silent(io::ErrorKind::BrokenPipe.into())),
+        }
+    }
+
+    /// Where slow errands go: with all others where the supervisor gives no socket for them.
+    fn slow_line<'a>(&self, lines: &'a Lines) -> &'a Mutex<OwnedFd> {
+        if let Some(slow) = lines.slow.get() {
+            return slow;
+        }
+        // Those before run no errand any more after one that they do not know.
+        if !knows_folios() {
+            return &lines.first;
+        }
+        match self.fetch(&Errand::Line) {
+            Ok(line) => lines.slow.get_or_init(|| Mutex::new(line)),
+            Err(error) => {
+                tracing::debug!(%error, "slow errands hold up others");
+                &lines.first
+            }
         }
     }
 

@@ -2,8 +2,8 @@
 //!
 //! What somebody waits for goes out at once. What is fetched ahead goes out behind all of that, at the end of the
 //! round in which it was asked for: several pages by one request, which costs either side a third less for each
-//! than requests of their own do. A request that the server refuses is made again page by page, for the others of
-//! it are not at fault.
+//! than requests of their own do. A single page goes by the request of the one that it is expected behind. A request
+//! that the server refuses is made again page by page, for the others of it are not at fault.
 //!
 //! After a connection is lost, what was in flight waits for the next one. Nothing is ever given up
 //! here: a fetch ends when the server answers, or when its slab is known to be gone.
@@ -131,6 +131,10 @@ impl DemandReads {
         let server = place.slab.server;
         let extent = extent_of(place, self.shared.page_size);
         match &mut self.lines[server] {
+            Line::Up(_) if fetch.with_next => {
+                self.ahead.push((server, Group::of(fetch, extent)));
+                true
+            }
             Line::Up(_) if fetch.ahead => {
                 let mut groups = self.ahead.iter_mut().rev();
                 match groups.find(|(to, _)| *to == server) {
@@ -175,6 +179,19 @@ impl DemandReads {
         };
         self.waiting.extend(flight.fetches());
         reachable
+    }
+
+    /// Sends what somebody waits for, with what was to come with it where that did.
+    pub(super) fn send_waited_for(&mut self) {
+        let is_waited_for = |(_, group): &(_, Group)| group.flight.first.with_next;
+        while let Some(place) = self.ahead.iter().rposition(is_waited_for) {
+            let (server, group) = self.ahead.remove(place);
+            let submitted = match &mut self.lines[server] {
+                Line::Up(conn) => conn.submit_read(group.flight.first.id.0, &group.extents),
+                Line::Down | Line::Lent => Err(SubmitError::QueueFull),
+            };
+            self.note(server, group.flight, submitted);
+        }
     }
 
     /// Sends what is fetched ahead: to be called at the end of a round.
@@ -232,7 +249,11 @@ impl DemandReads {
             let Some(fetch) = self.waiting.pop_front() else {
                 break;
             };
-            self.fetch(fetch);
+            // It has waited: what was to come with it does not hold it up any longer.
+            self.fetch(Fetch {
+                with_next: false,
+                ..fetch
+            });
         }
     }
 
@@ -430,7 +451,26 @@ mod tests {
                 page: PageIndex(page),
                 slot: SlotId { group, index: page },
                 ahead,
+                with_next: false,
             };
+            self.ask(fetch);
+        }
+
+        /// A page that somebody waits for, and its neighbour.
+        fn fetch_with_next(&mut self, page: u32) {
+            self.ask(Fetch {
+                id: FetchId(page.into()),
+                page: PageIndex(page),
+                slot: SlotId {
+                    group: KNOWN,
+                    index: page,
+                },
+                ahead: false,
+                with_next: true,
+            });
+        }
+
+        fn ask(&mut self, fetch: Fetch) {
             assert!(self.demand.fetch(fetch), "the server is there");
         }
 
@@ -486,6 +526,41 @@ mod tests {
             "{:?}",
             answers.iter().map(|(pages, _)| pages)
         );
+    }
+
+    #[test]
+    fn a_page_and_its_neighbour_come_by_one_request_before_what_is_ahead() {
+        let mut reads = Reads::new();
+        for page in [50, 51] {
+            reads.fetch(page, KNOWN, true);
+        }
+        reads.fetch_with_next(10);
+        assert_eq!(reads.demand.in_flight.len(), 0, "its neighbour comes first");
+        reads.fetch(11, KNOWN, true);
+        reads.demand.send_waited_for();
+        assert_eq!(reads.demand.in_flight.len(), 1, "both are asked for");
+        reads.fetch(52, KNOWN, true);
+        // Of this one the neighbour does not come.
+        reads.fetch_with_next(20);
+        reads.demand.send_waited_for();
+        assert_eq!(reads.demand.in_flight.len(), 2);
+        reads.demand.send_ahead();
+        let answers = reads.answers();
+        let pages: Vec<&[u32]> = answers.iter().map(|(pages, _)| &pages[..]).collect();
+        assert_eq!(pages, [&[10, 11][..], &[20], &[50, 51, 52]]);
+        let right = |(pages, result): &(Vec<u32>, _)| *result == Ok(bytes_of(pages));
+        assert!(answers.iter().all(right));
+    }
+
+    #[test]
+    fn a_page_that_had_to_wait_does_not_wait_for_its_neighbour() {
+        let mut reads = Reads::new();
+        let conn = reads.demand.lend(0).expect("alive");
+        reads.fetch_with_next(10);
+        reads.demand.send_waited_for();
+        reads.demand.give_back(0, conn, true);
+        assert_eq!(reads.demand.in_flight.len(), 1, "it is asked for");
+        assert!(reads.answers() == [(vec![10], Ok(bytes_of(&[10])))]);
     }
 
     #[test]

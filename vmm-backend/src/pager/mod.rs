@@ -32,7 +32,7 @@ mod writer;
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -67,7 +67,7 @@ use inbox::{Inbox, Messages, inbox};
 use keeping::Housekeeping;
 use limits::BudgetRule;
 use pin::PinGate;
-use plugging::{AsideList, Plugging};
+use plugging::{AsideList, Hindrances, Plugging};
 use promises::Promises;
 use record::{Keys, Record, Records};
 use shard_thread::{ShardEvent, ShardGauges, ShardPorts, ShardThread};
@@ -223,6 +223,7 @@ struct Held {
     ram: Arc<GuestRam>,
     uffds: Vec<Arc<Uffd>>,
     plugging: Plugging,
+    hindrances: Hindrances,
     record: Record,
     /// Where it was a former process's, whose table is recovered by now: its slabs.
     recovered: Option<HashSet<SlabRef>>,
@@ -388,6 +389,7 @@ impl PreparedPager {
             ram,
             uffds,
             plugging,
+            hindrances: Hindrances::default(),
             record,
             recovered: None,
         })
@@ -495,11 +497,14 @@ impl PreparedPager {
             uffds: held.uffds,
             changing: Mutex::default(),
             standing: Mutex::new(standing),
+            following: Mutex::new(()),
             plugging: Mutex::new(held.plugging),
+            hindrances: Mutex::new(held.hindrances),
             hindrance: Mutex::default(),
             aside: AsideList::default(),
             rule,
             pin_gate: Arc::new(PinGate::new(limit_pages, self.config.page_size)),
+            next_pin: AtomicU64::new(0),
             threads: Mutex::new(threads),
             stop_keeping,
             course: Mutex::new(Course::Serving),
@@ -671,7 +676,6 @@ impl Parts<'_> {
             unmapped: Vec::new(),
             leaving: Vec::new(),
             wanted_back: HashSet::new(),
-            next_pin: 0,
             last_of_guest: Instant::now(),
             spin: spin::Spin::default(),
         };
@@ -714,12 +718,19 @@ pub struct Pager {
     changing: Mutex<()>,
     /// Held for moments alone.
     standing: Mutex<Standing>,
+    /// Held by who follows the VMM's memory, and may wait for servers meanwhile.
+    following: Mutex<()>,
+    /// Held for moments alone.
     plugging: Mutex<Plugging>,
+    /// Held by who looks for what forbids evicting, for long perhaps.
+    hindrances: Mutex<Hindrances>,
     /// Why nothing is evicted, in words, where that is so.
     hindrance: Mutex<Option<String>>,
     aside: AsideList,
     rule: Arc<BudgetRule>,
     pin_gate: Arc<PinGate>,
+    /// Number of the next pin.
+    next_pin: AtomicU64,
     threads: Mutex<Vec<JoinHandle<()>>>,
     stop_keeping: Sender<()>,
     course: Mutex<Course>,

@@ -2,9 +2,10 @@
 //! always something left that may be evicted.
 
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use crossbeam_channel::bounded;
+use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 use outram_wire::units::PageSize;
 
 use super::guest_ram::intersect;
@@ -13,8 +14,9 @@ use super::plugging::AsideHold;
 use super::shard_thread::ShardEvent;
 use super::{Pager, lock};
 use crate::device::{GuestMemory, HostRange, PinError, Pinned, TableRegion};
-use crate::engine::{PageIndex, PageRun, PinRefused};
+use crate::engine::{PageIndex, PageRun, PinId, PinRefused};
 use crate::handover::MemfdId;
+use crate::interrupt::{Interrupt, LOOK};
 
 /// Most of one request: libvirt guests' largest usual I/O.
 const MOST_PER_PIN_BYTES: u64 = 1 << 20;
@@ -101,26 +103,41 @@ impl PinGate {
         self.changed.notify_all();
     }
 
-    fn enter(&self, runs: &[PageRun]) -> Result<(), PinError> {
+    /// Waits until there is room for pins of these runs.
+    fn admit(
+        self: &Arc<Self>,
+        runs: Vec<PageRun>,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<Admission, PinError> {
         let mut gate = lock(&self.gate);
         loop {
             if gate.ended {
                 return Err(PinError::Ending);
             }
-            if gate.pinned + gate.added(runs) <= gate.limit {
-                gate.enter(runs);
-                return Ok(());
+            if gate.pinned + gate.added(&runs) <= gate.limit {
+                gate.enter(&runs);
+                let gate = Arc::clone(self);
+                return Ok(Admission { gate, runs });
             }
-            gate = self
-                .changed
-                .wait(gate)
-                .unwrap_or_else(PoisonError::into_inner);
+            if interrupt.is_wanted() {
+                return Err(PinError::Interrupted);
+            }
+            let waited = self.changed.wait_timeout(gate, LOOK);
+            gate = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+}
 
-    fn leave(&self, runs: &[PageRun]) {
-        lock(&self.gate).leave(runs);
-        self.changed.notify_all();
+/// Pages that may be pinned: until all that was pinned of them is let go.
+struct Admission {
+    gate: Arc<PinGate>,
+    runs: Vec<PageRun>,
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        lock(&self.gate.gate).leave(&self.runs);
+        self.gate.changed.notify_all();
     }
 }
 
@@ -132,31 +149,48 @@ fn share_of(limit_pages: u64, size: PageSize) -> u64 {
     }
 }
 
-/// Pages pinned in one shard.
+/// Pages pinned in one shard; unpinned when dropped.
 struct PinnedRuns {
     shard: Inbox<ShardEvent>,
     runs: Vec<PageRun>,
+    _admission: Arc<Admission>,
+}
+
+impl Drop for PinnedRuns {
+    fn drop(&mut self) {
+        let runs = std::mem::take(&mut self.runs);
+        self.shard.send(ShardEvent::Unpin(runs));
+    }
+}
+
+/// Where a shard says what became of a pin.
+pub(super) struct PinAnswer {
+    to: Sender<Result<PinnedRuns, PinRefused>>,
+    shard: Inbox<ShardEvent>,
+    runs: Vec<PageRun>,
+    admission: Arc<Admission>,
+}
+
+impl PinAnswer {
+    pub(super) fn give(self, result: Result<(), PinRefused>) {
+        let answer = result.map(|()| PinnedRuns {
+            shard: self.shard,
+            runs: self.runs,
+            _admission: self.admission,
+        });
+        // Whoever asked may have ended or been interrupted: then nothing stays pinned for it.
+        let _ = self.to.send(answer);
+    }
 }
 
 /// Pins of one request; unpinned when dropped.
 struct Pins {
-    runs: Vec<PinnedRuns>,
+    _runs: Vec<PinnedRuns>,
     /// Blocks that are not managed, and stay so meanwhile.
     _aside: Vec<AsideHold>,
-    admitted: Vec<PageRun>,
-    gate: Arc<PinGate>,
 }
 
 impl Pinned for Pins {}
-
-impl Drop for Pins {
-    fn drop(&mut self) {
-        for pinned in self.runs.drain(..) {
-            pinned.shard.send(ShardEvent::Unpin(pinned.runs));
-        }
-        self.gate.leave(&self.admitted);
-    }
-}
 
 impl Pager {
     /// The pages of file ranges, each once, in order.
@@ -226,7 +260,12 @@ impl Pager {
 }
 
 impl GuestMemory for Pager {
-    fn pin(&self, ranges: &[HostRange], write: bool) -> Result<Box<dyn Pinned>, PinError> {
+    fn pin(
+        &self,
+        ranges: &[HostRange],
+        write: bool,
+        interrupt: &Interrupt<'_>,
+    ) -> Result<Box<dyn Pinned>, PinError> {
         let (aside, ranges) = self.hold_aside(ranges)?;
         let runs = self.runs_of(&ranges)?;
         let pages: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
@@ -237,39 +276,50 @@ impl GuestMemory for Pager {
                 most,
             });
         }
-        self.pin_gate.enter(&runs)?;
-        let mut pins = Pins {
-            runs: Vec::new(),
-            _aside: aside,
-            admitted: runs.clone(),
-            gate: Arc::clone(&self.pin_gate),
-        };
+        let admission = Arc::new(self.pin_gate.admit(runs, interrupt)?);
+        // In each shard it is of its own.
+        let id = PinId(self.next_pin.fetch_add(1, Ordering::Relaxed));
         let mut answers = Vec::new();
         for (range, shard) in self.ram.ranges().iter().zip(&self.shards) {
-            let runs: Vec<PageRun> = runs
+            let runs: Vec<PageRun> = admission
+                .runs
                 .iter()
                 .filter_map(|run| intersect(*run, *range))
                 .collect();
             if !runs.is_empty() {
-                let (answer, answered) = bounded(1);
-                shard.send(ShardEvent::Pin {
+                let (to, answered) = bounded(1);
+                let answer = PinAnswer {
+                    to,
+                    shard: shard.clone(),
                     runs: runs.clone(),
+                    admission: Arc::clone(&admission),
+                };
+                shard.send(ShardEvent::Pin {
+                    id,
+                    runs,
                     write,
                     answer,
                 });
-                answers.push((
-                    answered,
-                    PinnedRuns {
-                        shard: shard.clone(),
-                        runs,
-                    },
-                ));
+                answers.push((shard, answered));
             }
         }
+        let mut pinned = Vec::with_capacity(answers.len());
         let mut refused = None;
-        for (answered, runs) in answers {
-            match answered.recv() {
-                Ok(Ok(())) => pins.runs.push(runs),
+        for (_, answered) in &answers {
+            let answer = loop {
+                match answered.recv_timeout(LOOK) {
+                    Err(RecvTimeoutError::Timeout) if interrupt.is_wanted() => {
+                        for (shard, _) in &answers {
+                            shard.send(ShardEvent::CancelPin(id));
+                        }
+                        return Err(PinError::Interrupted);
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                    answer => break answer,
+                }
+            };
+            match answer {
+                Ok(Ok(runs)) => pinned.push(runs),
                 Ok(Err(PinRefused::Lost)) => refused = Some(PinError::Lost),
                 Ok(Err(error @ PinRefused::Unplugged)) => {
                     refused = Some(PinError::Unknown(error.to_string()));
@@ -279,15 +329,23 @@ impl GuestMemory for Pager {
             }
         }
         match refused {
-            None => Ok(Box::new(pins)),
+            None => Ok(Box::new(Pins {
+                _runs: pinned,
+                _aside: aside,
+            })),
             Some(error) => Err(error),
         }
     }
 
     fn confirm(&self, regions: &[TableRegion]) -> Result<(), PinError> {
         let is_new = |region: &TableRegion| self.agrees(region).is_none();
+        let is_told = |memfd| {
+            regions
+                .iter()
+                .any(|region| region.memfd == memfd && is_new(region))
+        };
         if regions.iter().any(is_new)
-            && let Err(error) = self.follow_memory()
+            && let Err(error) = self.set_new_aside(is_told)
         {
             tracing::warn!(%error, "the VMM's memory map is not readable");
         }
@@ -312,8 +370,7 @@ impl GuestMemory for Pager {
     }
 
     fn is_foreign(&self, memfd: MemfdId) -> bool {
-        let is_known = self.ram.blocks().iter().any(|block| block.id == memfd);
-        if is_known || self.aside.has(memfd) {
+        if self.is_managed(memfd) || self.aside.has(memfd) {
             return false;
         }
         let was_there = lock(&self.record).foreign.contains(&memfd.into());
@@ -340,6 +397,8 @@ impl GuestMemory for Pager {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
     fn run(first: u32, count: u32) -> PageRun {
@@ -349,27 +408,48 @@ mod tests {
         }
     }
 
+    fn gate(size: PageSize) -> Arc<PinGate> {
+        Arc::new(PinGate::new(32, size))
+    }
+
+    fn admit(gate: &Arc<PinGate>, runs: &[PageRun]) -> Admission {
+        let admitted = gate.admit(runs.to_vec(), &Interrupt::never());
+        admitted.expect("room")
+    }
+
     #[test]
     fn many_rings_in_one_huge_page_are_one_pinned_page() {
-        let gate = PinGate::new(32, PageSize::HUGE);
-        for _ in 0..100 {
-            gate.enter(&[run(3, 1)]).expect("room");
-        }
-        gate.enter(&[run(3, 2), run(8, 1)]).expect("room");
+        let gate = gate(PageSize::HUGE);
+        let rings: Vec<_> = (0..100).map(|_| admit(&gate, &[run(3, 1)])).collect();
+        let more = admit(&gate, &[run(3, 2), run(8, 1)]);
         assert_eq!(lock(&gate.gate).pinned, 3);
-        gate.leave(&[run(3, 2), run(8, 1)]);
+        drop(more);
         assert_eq!(lock(&gate.gate).pinned, 1);
-        (0..100).for_each(|_| gate.leave(&[run(3, 1)]));
+        drop(rings);
         assert_eq!(lock(&gate.gate).pinned, 0);
     }
 
     #[test]
     fn base_pages_count_as_often_as_they_are_pinned() {
-        let gate = PinGate::new(32, PageSize::BASE);
-        gate.enter(&[run(3, 4)]).expect("room");
-        gate.enter(&[run(3, 4)]).expect("room");
+        let gate = gate(PageSize::BASE);
+        let first = admit(&gate, &[run(3, 4)]);
+        let _second = admit(&gate, &[run(3, 4)]);
         assert_eq!(lock(&gate.gate).pinned, 8);
-        gate.leave(&[run(3, 4)]);
+        drop(first);
         assert_eq!(lock(&gate.gate).pinned, 4);
+    }
+
+    #[test]
+    fn whoever_waits_for_room_can_be_interrupted() {
+        let gate = gate(PageSize::BASE);
+        let _all = admit(&gate, &[run(0, 8)]);
+        let wanted = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| gate.admit(vec![run(8, 1)], &Interrupt::by(&wanted)));
+            wanted.store(true, Ordering::Release);
+            let ended = waits.join().expect("no panic").map(drop);
+            assert_eq!(ended, Err(PinError::Interrupted));
+        });
+        assert_eq!(lock(&gate.gate).pinned, 8);
     }
 }

@@ -6,15 +6,16 @@
 //! is told loudly. A block that the VMM has mapped no longer leaves: its shards drop all that they
 //! keep of it, and its memfd is closed here, so that its memory is free.
 //!
-//! Lock order: `plugging`, then `changing`, then the course or `aside`. No pager thread takes any of
-//! them.
+//! Lock order: `following`, then `changing` or `plugging`, then the course or `aside`. No pager thread takes any of
+//! them. Servers are waited for under the first two alone: the front end's word, for which the VMM waits, needs
+//! neither.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, bounded};
+use crossbeam_channel::{Receiver, TryRecvError, bounded};
 use outram_wire::causes::with_causes;
 use outram_wire::limits::Standing;
 use outram_wire::units::format_size;
@@ -30,14 +31,68 @@ use super::{Course, LimitError, Pager, guest_ram, lock};
 use crate::crash_points::{self, Point};
 use crate::device::HostRange;
 use crate::engine::PageRun;
-use crate::handover::MemfdId;
-use crate::handover::discover::{Mapping, RamBlock, Refusal};
+use crate::handover::discover::{Mapping, RamBlock, Refusal, has_large_folios, host_requirements};
+use crate::handover::{MemfdId, Vmm};
 
 /// Until a block that stands aside is tried again.
 const RETRY_AFTER: Duration = Duration::from_secs(5);
 
+/// How long requests of our own device are waited for that use a block aside.
+const USERS_PATIENCE: Duration = Duration::from_millis(20);
+
 /// How long a block that leaves is waited for at once; after that it is looked at again later.
 const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
+
+/// Between two looks for large folios.
+const FOLIOS_AGAIN: Duration = Duration::from_secs(30);
+
+/// What is told of large folios that cannot be seen.
+const UNSEEN_FOLIOS: &str = "shared-memory huge pages were on while the guest ran, the host has some (ShmemHugePages in /proc/meminfo), and \
+     whether they are the guest's cannot be told: shut the guest down, or end what else has them";
+/// ... and not be looked for.
+const UNKNOWN_FOLIOS: &str = "shared-memory huge pages were on while the guest ran, and the supervisor, of an earlier build, does not look for \
+     those that are left: run 'outram restart'";
+
+/// What is told until the VMM's open files were looked at.
+const UNSEEN_FILES: &str =
+    "what QEMU has open was not looked at yet since its backend started anew";
+
+/// What was last seen that forbids evicting anything.
+#[derive(Debug, Default)]
+pub(super) struct Hindrances {
+    /// Of what the VMM has open, in words.
+    file: Option<String>,
+    folios: Folios,
+    /// Shared memory was allowed to come as large folios while the guest ran: those that nobody has mapped cannot be
+    /// seen.
+    were_allowed: bool,
+    /// The same could not be written down.
+    is_unwritten: bool,
+}
+
+/// Whether the guest's RAM holds large folios.
+#[derive(Debug, Default)]
+enum Folios {
+    /// There were none, and none have come.
+    #[default]
+    None,
+    /// They may have come since.
+    NotKnown,
+    /// They were looked for at that time, and why that is not all; in words.
+    Found(Instant, String),
+}
+
+impl Hindrances {
+    /// Of a guest that is taken over, and what its former process has noted of large folios.
+    pub(super) fn not_known(vmm: &Vmm, were_allowed: bool) -> Self {
+        Self {
+            file: vmm.looks_at_files().then(|| UNSEEN_FILES.to_owned()),
+            folios: Folios::NotKnown,
+            were_allowed,
+            is_unwritten: false,
+        }
+    }
+}
 
 /// Why a block stands aside.
 #[derive(Debug, thiserror::Error)]
@@ -65,14 +120,21 @@ enum AsideReason {
     Userfaultfd(#[source] std::io::Error),
 }
 
+/// What is told of a block aside.
+#[derive(Debug)]
+struct Note {
+    reason: String,
+    retry_at: Instant,
+}
+
 /// A block that is not managed: all of it is local.
 #[derive(Debug)]
 pub(super) struct Aside {
     mapping: Mapping,
     /// Its memfd, where it may be used by our own device.
     file: Option<File>,
-    reason: String,
-    retry_at: Instant,
+    since: Instant,
+    note: Mutex<Note>,
     pins: AtomicU64,
 }
 
@@ -95,11 +157,9 @@ struct Leaving {
 
 impl Leaving {
     /// Whether nothing refers to it any longer.
-    fn has_left(&mut self, patience: Duration) -> bool {
-        self.waits.retain(|wait| {
-            let answer = wait.recv_timeout(patience);
-            matches!(answer, Err(crossbeam_channel::RecvTimeoutError::Timeout))
-        });
+    fn has_left(&mut self) -> bool {
+        self.waits
+            .retain(|wait| matches!(wait.try_recv(), Err(TryRecvError::Empty)));
         self.waits.is_empty()
     }
 
@@ -163,7 +223,7 @@ impl AsideList {
     pub(super) fn report(&self) -> (u64, Vec<String>) {
         let all = self.all();
         let bytes = all.iter().map(|aside| aside.mapping.length()).sum();
-        let mut reasons: Vec<String> = all.iter().map(|aside| aside.reason.clone()).collect();
+        let mut reasons: Vec<String> = all.iter().map(|aside| aside.reason()).collect();
         reasons.dedup();
         (bytes, reasons)
     }
@@ -173,7 +233,9 @@ impl AsideList {
     pub(super) fn hold(&self, range: &HostRange) -> Option<std::io::Result<AsideHold>> {
         let list = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let aside = list.iter().find(|aside| aside.holds(range))?;
-        let file = aside.file.as_ref()?;
+        let Some(file) = &aside.file else {
+            return Some(Err(std::io::Error::other(aside.reason())));
+        };
         aside.pins.fetch_add(1, Ordering::AcqRel);
         let hold = AsideHold(Arc::clone(aside));
         // A hole would be a stray access to our mapping. All of this memory is local anyway.
@@ -189,6 +251,14 @@ impl AsideList {
 }
 
 impl Aside {
+    fn reason(&self) -> String {
+        lock(&self.note).reason.clone()
+    }
+
+    fn is_in_use(&self) -> bool {
+        self.pins.load(Ordering::Acquire) > 0
+    }
+
     fn holds(&self, range: &HostRange) -> bool {
         let end = self.mapping.offset + self.mapping.length();
         self.mapping.id == range.memfd
@@ -204,33 +274,77 @@ impl Pager {
     /// Looks at what the VMM has mapped: takes new blocks of RAM over, and lets go of those that are
     /// mapped no longer. Returns the memfds of the blocks that have left.
     ///
-    /// To be called now and then, and whenever the front end tells of memory that is not known. May
-    /// wait for the memory servers' word, for as long as a session takes to answer.
+    /// To be called now and then. May wait for the memory servers' word, for as long as a session
+    /// takes to answer.
     pub fn follow_memory(&self) -> std::io::Result<Vec<MemfdId>> {
-        let mut plugging = lock(&self.plugging);
+        let _alone = lock(&self.following);
         let mappings = self.vmm.mappings()?;
         if mappings.is_empty() {
             // No guest runs without RAM: the VMM is ending.
             return Ok(Vec::new());
         }
-        self.send_off(&mut plugging, &mappings);
-        let gone = self.finish_leaving(&mut plugging);
-        self.aside.change(|list| {
-            list.retain(|aside| mappings.contains(&aside.mapping));
-        });
+        self.send_off(&mappings);
+        let gone = self.finish_leaving();
+        self.forget_aside()?;
         for mapping in mappings {
-            self.look_at(&plugging, mapping);
+            self.look_at(mapping);
         }
         Ok(gone)
     }
 
-    /// Looks at what the VMM has open. While there is something that reaches past its page tables into guest RAM,
-    /// nothing is evicted: what such a device writes to a page on its way out would be lost.
+    /// Forgets what stood aside and is mapped no longer.
+    fn forget_aside(&self) -> std::io::Result<()> {
+        if self.aside.all().is_empty() {
+            return Ok(());
+        }
+        self.aside.change(|list| {
+            // Looked at now: what has been set aside since an earlier look would be missing there.
+            let mappings = self.vmm.mappings()?;
+            list.retain(|aside| aside.is_in_use() || mappings.contains(&aside.mapping));
+            Ok(())
+        })
+    }
+
+    /// Sets aside what the front end tells of and nobody has looked at yet, until it is. Waits for no server.
+    pub(super) fn set_new_aside(&self, is_told: impl Fn(MemfdId) -> bool) -> std::io::Result<()> {
+        for mapping in self.vmm.mappings()? {
+            let is_left = |leaving: &Leaving| leaving.block.id == mapping.id;
+            if !is_told(mapping.id) || lock(&self.plugging).leaving.iter().any(is_left) {
+                continue;
+            }
+            let reason = "it is not taken over yet".to_owned();
+            let aside = self.aside_of(mapping, reason, Instant::now());
+            self.aside.change(|list| {
+                let is_same = |other: &Arc<Aside>| other.mapping == aside.mapping;
+                if !list.iter().any(is_same) && !self.is_managed(aside.mapping.id) {
+                    list.push(Arc::new(aside));
+                }
+            });
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_managed(&self, memfd: MemfdId) -> bool {
+        self.ram.blocks().iter().any(|block| block.id == memfd)
+    }
+
+    /// Looks at what the VMM has open, and at the host's settings. While there is something that reaches past its
+    /// page tables into guest RAM, nothing is evicted: what such a device writes to a page on its way out would be
+    /// lost. Nor is it while shared memory may come as large folios, of which a page cannot be taken out.
     ///
     /// To be called now and then, for disks and devices are plugged without a word to us.
     pub fn follow_files(&self) -> std::io::Result<()> {
-        let found = self.vmm.forbidden_file()?;
-        let mut hindrance = lock(&self.hindrance);
+        // Others ask for the words alone: a look for large folios takes long.
+        let mut seen = lock(&self.hindrances);
+        let large = self.large_pages(&mut seen);
+        // After that, for disks may have come meanwhile.
+        let forbidden = self.vmm.forbidden_file();
+        // Where its files cannot be looked at, what was seen of them stands.
+        if let Ok(found) = &forbidden {
+            seen.file.clone_from(found);
+        }
+        let found = seen.file.clone().or(large);
+        lock(&self.hindrance).clone_from(&found);
         if self.shared.pace.suspend_eviction(found.is_some()) {
             match &found {
                 Some(reason) => tracing::error!(
@@ -240,8 +354,61 @@ impl Pager {
             }
             self.shards.iter().for_each(Inbox::ring);
         }
-        *hindrance = found;
-        Ok(())
+        forbidden.map(drop)
+    }
+
+    /// Why pages cannot be taken out one by one: shared memory may come as large folios now, or may have before.
+    fn large_pages(&self, seen: &mut Hindrances) -> Option<String> {
+        if self.shared.page_size.is_huge() {
+            return None;
+        }
+        if let Err(refused) = host_requirements() {
+            self.note_large_folios(seen, true);
+            seen.folios = Folios::NotKnown;
+            return Some(refused.to_string());
+        }
+        match &seen.folios {
+            Folios::None => return None,
+            // A look at all of a guest's pages takes long.
+            Folios::Found(last, reason) if last.elapsed() < FOLIOS_AGAIN => {
+                return Some(reason.clone());
+            }
+            _ => {}
+        }
+        let found = match self.vmm.looks_at_folios() {
+            true => match self.vmm.large_folios() {
+                Ok(Some(found)) => Some(found),
+                // What was made large and not used since is in nobody's page tables.
+                Ok(None) => {
+                    (seen.were_allowed && has_large_folios()).then_some(UNSEEN_FOLIOS.to_owned())
+                }
+                Err(error) => Some(error.to_string()),
+            },
+            false => seen.were_allowed.then_some(UNKNOWN_FOLIOS.to_owned()),
+        };
+        seen.folios = match &found {
+            None => {
+                self.note_large_folios(seen, false);
+                Folios::None
+            }
+            Some(reason) => Folios::Found(Instant::now(), reason.clone()),
+        };
+        found
+    }
+
+    /// Notes whether large folios may have come that cannot be seen: for a successor, too.
+    fn note_large_folios(&self, seen: &mut Hindrances, may_be: bool) {
+        if seen.were_allowed == may_be && !seen.is_unwritten {
+            return;
+        }
+        seen.were_allowed = may_be;
+        let written = self.records.write_large_folios(may_be);
+        let was_unwritten = std::mem::replace(&mut seen.is_unwritten, written.is_err());
+        if let Err(error) = written
+            && !was_unwritten
+        {
+            tracing::error!(%error, "a backend that follows this one would not know of large folios; it is tried again");
+        }
     }
 
     /// Why nothing is evicted, in words with the cure, where that is so.
@@ -250,7 +417,8 @@ impl Pager {
     }
 
     /// Has the shards drop what is mapped no longer.
-    fn send_off(&self, plugging: &mut Plugging, mappings: &[Mapping]) {
+    fn send_off(&self, mappings: &[Mapping]) {
+        let mut plugging = lock(&self.plugging);
         for block in self.ram.blocks() {
             let leaves = |leaving: &Leaving| Arc::ptr_eq(&leaving.block, &block);
             // A block is unplugged as a whole. Where some of it is missing, the VMM is replacing
@@ -281,16 +449,25 @@ impl Pager {
     }
 
     /// Forgets blocks that nothing refers to any longer; returns their memfds.
-    fn finish_leaving(&self, plugging: &mut Plugging) -> Vec<MemfdId> {
+    fn finish_leaving(&self) -> Vec<MemfdId> {
         let mut gone = Vec::new();
-        plugging.leaving.retain_mut(|leaving| {
-            let has_left = leaving.has_left(LEAVE_PATIENCE);
-            if has_left {
-                self.ram.remove(&leaving.runs);
-                gone.push(leaving.block.id);
+        let began = Instant::now();
+        loop {
+            let mut plugging = lock(&self.plugging);
+            plugging.leaving.retain_mut(|leaving| {
+                let has_left = leaving.has_left();
+                if has_left {
+                    self.ram.remove(&leaving.runs);
+                    gone.push(leaving.block.id);
+                }
+                !has_left
+            });
+            if plugging.leaving.is_empty() || began.elapsed() >= LEAVE_PATIENCE {
+                break;
             }
-            !has_left
-        });
+            drop(plugging);
+            std::thread::sleep(LEAVE_PATIENCE / 100);
+        }
         if !gone.is_empty() {
             crash_points::pass(Point::UnplugDone);
             let _alone = lock(&self.changing);
@@ -305,66 +482,83 @@ impl Pager {
     }
 
     /// Takes a mapping over if it is RAM that is not managed yet.
-    fn look_at(&self, plugging: &Plugging, mapping: Mapping) {
-        let is_managed = |block: &Arc<Block>| block.id == mapping.id;
-        if plugging.foreign.contains(&mapping.id)
-            || plugging
-                .leaving
-                .iter()
-                .any(|leaving| leaving.overlaps(&mapping))
-            || self.ram.blocks().iter().any(is_managed)
-        {
+    fn look_at(&self, mapping: Mapping) {
+        let is_none_of_ours = {
+            let plugging = lock(&self.plugging);
+            let overlaps = |leaving: &Leaving| leaving.overlaps(&mapping);
+            plugging.foreign.contains(&mapping.id) || plugging.leaving.iter().any(overlaps)
+        };
+        if is_none_of_ours || self.is_managed(mapping.id) {
             return;
         }
         let mut aside = self.aside.all().into_iter();
         let aside = aside.find(|aside| aside.mapping == mapping);
         if aside
             .as_ref()
-            .is_some_and(|aside| Instant::now() < aside.retry_at)
+            .is_some_and(|aside| Instant::now() < lock(&aside.note).retry_at)
         {
             return;
         }
+        let is_old = aside.is_some_and(|aside| aside.since.elapsed() > RETRY_AFTER);
         let bytes = mapping.length();
-        match self.take_in(&mapping, aside.as_ref()) {
+        match self.take_in(&mapping) {
             Ok(()) => {
                 tracing::info!(bytes, ram = %format_size(self.ram_bytes()), "guest RAM was plugged");
             }
-            Err(reason) => self.set_aside(mapping, aside, with_causes(&reason)),
+            // It is the device's for moments only, as a rule.
+            Err(AsideReason::InUse) if !is_old => {}
+            Err(reason) => self.set_aside(mapping, with_causes(&reason)),
         }
     }
 
     /// Notes why a block is not managed.
-    fn set_aside(&self, mapping: Mapping, before: Option<Arc<Aside>>, reason: String) {
-        let is_in_use = |before: &Arc<Aside>| before.pins.load(Ordering::Acquire) > 0;
-        if before.as_ref().is_some_and(is_in_use) {
-            // Whoever uses it holds on to the old note.
-            return;
-        }
-        if before.as_ref().is_none_or(|before| before.reason != reason) {
-            tracing::error!(
-                bytes = mapping.length(), %reason,
-                "hot-plugged memory is not paged: it stays local, beyond the limit"
-            );
-        }
-        let retry_at = Instant::now() + RETRY_AFTER;
-        let block = self.vmm.plugged_block(&mapping);
-        let aside = Arc::new(Aside {
-            file: block.ok().map(|block| block.memfd),
-            mapping: mapping.clone(),
-            reason,
-            retry_at,
-            pins: AtomicU64::new(0),
-        });
+    fn set_aside(&self, mapping: Mapping, reason: String) {
+        let aside = self.aside_of(mapping, reason, Instant::now() + RETRY_AFTER);
         self.aside.change(|list| {
-            list.retain(|aside| aside.mapping != mapping);
-            list.push(aside);
+            let before = list
+                .iter()
+                .position(|before| before.mapping == aside.mapping);
+            let before = before.map(|at| list.swap_remove(at));
+            if before
+                .as_ref()
+                .is_none_or(|before| before.reason() != aside.reason())
+            {
+                tracing::error!(
+                    bytes = aside.mapping.length(),
+                    reason = aside.reason(),
+                    "hot-plugged memory is not paged: it stays local, beyond the limit"
+                );
+            }
+            list.push(match before {
+                // Whoever uses it holds on to it.
+                Some(before) if before.is_in_use() => {
+                    std::mem::swap(&mut *lock(&before.note), &mut *lock(&aside.note));
+                    before
+                }
+                _ => Arc::new(aside),
+            });
         });
     }
 
+    fn aside_of(&self, mapping: Mapping, reason: String, retry_at: Instant) -> Aside {
+        // Whatever is against paging it, the device may use it.
+        let block = self.vmm.known_block(&mapping);
+        Aside {
+            file: block.ok().map(|block| block.memfd),
+            mapping,
+            since: Instant::now(),
+            note: Mutex::new(Note { reason, retry_at }),
+            pins: AtomicU64::new(0),
+        }
+    }
+
     /// Manages a block.
-    fn take_in(&self, mapping: &Mapping, aside: Option<&Arc<Aside>>) -> Result<(), AsideReason> {
-        let in_use = |aside: &Arc<Aside>| aside.pins.load(Ordering::Acquire) > 0;
-        if aside.is_some_and(in_use) {
+    fn take_in(&self, mapping: &Mapping) -> Result<(), AsideReason> {
+        let is_in_use = |list: &[Arc<Aside>]| {
+            let mut same = list.iter().filter(|aside| aside.mapping == *mapping);
+            same.any(|aside| aside.is_in_use())
+        };
+        if is_in_use(&self.aside.all()) {
             return Err(AsideReason::InUse);
         }
         let block = self.vmm.plugged_block(mapping)?;
@@ -388,8 +582,12 @@ impl Pager {
         let plugged = backed.map_err(AsideReason::from).and_then(|backing| {
             self.aside.change(|list| {
                 // Nobody starts to use it while the list is held.
-                if aside.is_some_and(in_use) {
-                    return Err(AsideReason::InUse);
+                let since = Instant::now();
+                while is_in_use(list) {
+                    if since.elapsed() >= USERS_PATIENCE {
+                        return Err(AsideReason::InUse);
+                    }
+                    std::thread::sleep(USERS_PATIENCE / 20);
                 }
                 self.plug(block)?;
                 // Managed or aside, never seen as both.

@@ -8,6 +8,7 @@
 //! | `key` | what the pages' keys are made of, whether they are sealed, and the secret of the sessions with the servers |
 //! | `granularity`, `workers`, `queue-depth`, `compressed-share` | how the guest's memory is moved; each only where it was set |
 //! | `promises` | what each of several servers is to promise, in the order of the record; where it is not there, equal parts |
+//! | `large-folios` | whether shared memory may have come as large folios while the guest ran; only where it was so |
 //! | `disk-key` | the key to the far-memory disk, as the domain's metadata has it |
 //!
 //! Each names its version. The version of the record and the VMM's process are read before all else
@@ -300,6 +301,15 @@ impl Records {
         self.write_json("promises", &bytes)
     }
 
+    /// Whether large folios may have come, as far as an earlier process knew.
+    pub(super) fn large_folios(&self) -> Result<bool, StateError> {
+        Ok(self.read("large-folios")?.unwrap_or(false))
+    }
+
+    pub(super) fn write_large_folios(&self, may_be: bool) -> Result<(), StateError> {
+        self.write_json("large-folios", &may_be)
+    }
+
     pub(super) fn keys(&self) -> Result<Keys, StateError> {
         let path = self.dir.join("key");
         let read = fs::read(&path).map_err(|source| StateError::File { path, source })?;
@@ -452,6 +462,11 @@ mod tests {
         };
         records.write_tuning(&others).expect("room");
         assert_eq!(records.tuning().expect("written"), tuning);
+        assert!(!records.large_folios().expect("none"));
+        for may_be in [true, false] {
+            records.write_large_folios(may_be).expect("room");
+            assert_eq!(records.large_folios().expect("written"), may_be);
+        }
         let mode = std::os::unix::fs::PermissionsExt::mode(
             &fs::metadata(dir.path().join("key"))
                 .expect("there")

@@ -57,7 +57,7 @@ impl Released {
                 match event {
                     ShardEvent::Quit => return,
                     ShardEvent::Release(answer) => drop(answer.send(Ok(()))),
-                    ShardEvent::Pin { runs, answer, .. } => drop(answer.send(self.allocate(&runs))),
+                    ShardEvent::Pin { runs, answer, .. } => answer.give(self.allocate(&runs)),
                     // Nothing of this concerns memory that is the kernel's.
                     _ => {}
                 }

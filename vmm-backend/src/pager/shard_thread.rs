@@ -20,6 +20,7 @@ use super::evictor::EvictorOrder;
 use super::guest_ram::{GuestRam, intersect};
 use super::inbox::{Inbox, Messages};
 use super::lock;
+use super::pin::PinAnswer;
 use super::ready::Ready;
 use super::released::{NotReleased, Released};
 use super::spin::Spin;
@@ -65,13 +66,17 @@ pub(super) enum ShardEvent {
     WrittenBack(Vec<(StagedPage, SlotId)>),
     /// Pages are to be kept; answered over the channel.
     Pin {
+        /// Its number.
+        id: PinId,
         /// Which, all of this shard.
         runs: Vec<PageRun>,
         /// Whether the device will write them.
         write: bool,
         /// Where the answer goes.
-        answer: Sender<Result<(), PinRefused>>,
+        answer: PinAnswer,
     },
+    /// Nobody waits for this pin any more.
+    CancelPin(PinId),
     /// Pages need not be kept any longer.
     Unpin(Vec<PageRun>),
     /// A connection for demand reads.
@@ -150,7 +155,7 @@ pub(super) struct ShardPorts {
     /// All other shards.
     pub(super) others: Vec<Inbox<ShardEvent>>,
     /// Answers awaited by pinning threads.
-    pub(super) pin_answers: HashMap<PinId, Sender<Result<(), PinRefused>>>,
+    pub(super) pin_answers: HashMap<PinId, PinAnswer>,
     /// Zero of the clock.
     pub(super) epoch: Instant,
 }
@@ -225,6 +230,10 @@ impl Ports for ShardPorts {
         self.demand.fetch(fetch)
     }
 
+    fn send_waited_for(&mut self) {
+        self.demand.send_waited_for();
+    }
+
     fn start_run(&mut self, run: Run) {
         let order = EvictorOrder::Evict(self.shard, run);
         if self.evictors.send(order).is_err() {
@@ -242,8 +251,7 @@ impl Ports for ShardPorts {
 
     fn answer_pin(&mut self, pin: PinId, result: Result<(), PinRefused>) {
         if let Some(answer) = self.pin_answers.remove(&pin) {
-            // Whoever asked may have ended meanwhile.
-            let _ = answer.send(result);
+            answer.give(result);
         }
     }
 
@@ -282,8 +290,6 @@ pub(super) struct ShardThread {
     pub(super) leaving: Vec<(PageRun, Sender<()>)>,
     /// Groups of slabs that their servers want back, and that are not looked for yet.
     pub(super) wanted_back: HashSet<u32>,
-    /// For the next pin.
-    pub(super) next_pin: u64,
     /// When the guest last asked for something, or something came for it.
     pub(super) last_of_guest: Instant,
     /// How the thread waits for a guest that goes on.
@@ -580,15 +586,15 @@ impl ShardThread {
                 }
             }
             ShardEvent::Pin {
+                id,
                 runs,
                 write,
                 answer,
             } => {
-                let id = PinId(self.next_pin);
-                self.next_pin += 1;
                 self.shard.ports().pin_answers.insert(id, answer);
                 self.shard.on_pin(id, &runs, write);
             }
+            ShardEvent::CancelPin(id) => self.shard.cancel_pin(id),
             ShardEvent::Unpin(runs) => self.shard.on_unpin(&runs),
             ShardEvent::Connection(server, conn) => {
                 self.shard.ports().demand.connected(server, conn)

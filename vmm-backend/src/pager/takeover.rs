@@ -34,7 +34,7 @@ use outram_wire::units::{PageSize, VmId};
 
 use super::guest_ram::GuestRam;
 use super::inbox::Inbox;
-use super::plugging::{Plugging, watch};
+use super::plugging::{Hindrances, Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
@@ -210,10 +210,11 @@ impl Orphan {
             data_connections: uffds.len() + 1,
             ..remote.clone()
         };
-        // What was plugged into the guest is there still; why nothing is evicted is looked up soon.
-        if matches!(self.vmm.forbidden_file(), Ok(Some(_))) {
-            shared.pace.suspend_eviction(true);
-        }
+        // What was plugged into the guest is there still.
+        // Until the first look at all that forbids evicting, which comes at once.
+        shared.pace.suspend_eviction(true);
+        let were_allowed = self.state_dir.records().large_folios()?;
+        let hindrances = Hindrances::not_known(&self.vmm, were_allowed);
         let (sender, events) = unbounded();
         let servers = remote.addresses.len();
         let each = standing.reserve_bytes(servers);
@@ -253,6 +254,7 @@ impl Orphan {
             ram,
             uffds,
             plugging: Plugging::again(&self.record.foreign),
+            hindrances,
             record: self.record,
             recovered: Some(recovered),
         })?;

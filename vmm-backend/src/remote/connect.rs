@@ -34,8 +34,16 @@ pub(super) struct Dialer {
     identity: Arc<Identity<ClientConfig>>,
     name: ServerName<'static>,
     rdma: Choice,
-    /// Addresses of the server, as its name was last resolved, the one that answered last first.
-    known: Arc<Mutex<Vec<SocketAddr>>>,
+    known: Arc<Mutex<Known>>,
+}
+
+/// Where the server is.
+#[derive(Clone, Debug, Default)]
+struct Known {
+    /// Its addresses, as its name was last resolved, the one that answered last first.
+    addresses: Vec<SocketAddr>,
+    /// Whoever answered there last may have been another.
+    is_in_doubt: bool,
 }
 
 /// A control connection that was greeted.
@@ -100,7 +108,20 @@ impl Dialer {
     pub(super) fn greet(&self, purpose: &Purpose) -> Result<Greeted, RemoteError> {
         super::refresh(&self.identity);
         let identity = self.identity.current()?;
-        let (socket, deadline) = self.socket(&self.resolved()?)?;
+        let (socket, deadline) = self.reach()?;
+        let greeted = self.say_hello(socket, deadline, identity, purpose);
+        let is_the_server = matches!(&greeted, Ok(_) | Err(RemoteError::Refused { .. }));
+        self.known().is_in_doubt = !is_the_server;
+        greeted
+    }
+
+    fn say_hello(
+        &self,
+        socket: TcpStream,
+        deadline: Instant,
+        identity: Arc<ClientConfig>,
+        purpose: &Purpose,
+    ) -> Result<Greeted, RemoteError> {
         let deadline = deadline + self.timing.patience;
         let local = socket.local_addr();
         let mut channel = Channel::connect(socket, identity, self.name.clone(), deadline)
@@ -210,7 +231,7 @@ impl Dialer {
     pub(super) fn data(&self, token: &Token) -> Result<DataConn, RemoteError> {
         // A token does not last as long as a name may take to be resolved, and the control connection has found
         // the server.
-        let known = self.known().clone();
+        let known = self.known().addresses.clone();
         let (mut socket, deadline) = self.socket(&known)?;
         let admission = self
             .say_data_hello(&mut socket, token, deadline)
@@ -244,6 +265,29 @@ impl Dialer {
         Ok(welcome)
     }
 
+    /// Connects to the server where it was, or else where its name says that it is: while name servers are out of
+    /// reach as well, that takes as long as many a lease has left.
+    fn reach(&self) -> Result<(TcpStream, Instant), RemoteError> {
+        let Known {
+            addresses: tried,
+            is_in_doubt,
+        } = self.known().clone();
+        if tried.is_empty() || is_in_doubt {
+            return self.socket(&self.resolved()?);
+        }
+        let unreached = match self.socket(&tried) {
+            Err(error) => error,
+            reached => return reached,
+        };
+        // It may have moved.
+        let mut others = self.resolved()?;
+        others.retain(|address| !tried.contains(address));
+        match others.is_empty() {
+            true => Err(unreached),
+            false => self.socket(&others),
+        }
+    }
+
     /// Connects to the first of the server's addresses that answers, which is tried first from then on; until when
     /// it may be met.
     fn socket(&self, addresses: &[SocketAddr]) -> Result<(TcpStream, Instant), RemoteError> {
@@ -262,7 +306,8 @@ impl Dialer {
                 .and_then(|socket| prepare_socket(&socket, DEAD_AFTER).map(|()| socket));
             match connected {
                 Ok(socket) => {
-                    self.known().sort_by_key(|known| known != address);
+                    let mut known = self.known();
+                    known.addresses.sort_by_key(|known| known != address);
                     return Ok((socket, deadline));
                 }
                 Err(error) => last = error,
@@ -280,8 +325,8 @@ impl Dialer {
         let resolved = (self.address.host(), self.address.port()).to_socket_addrs();
         let mut known = self.known();
         match resolved {
-            Ok(addresses) => *known = addresses.collect(),
-            Err(error) if !known.is_empty() => {
+            Ok(addresses) => known.addresses = addresses.collect(),
+            Err(error) if !known.addresses.is_empty() => {
                 static UNRESOLVED: Seldom = Seldom::new();
                 if UNRESOLVED.is_due() {
                     tracing::warn!(server = %self.address, %error, "a name is not resolved: the addresses that it had are used");
@@ -294,11 +339,11 @@ impl Dialer {
                 });
             }
         }
-        Ok(known.clone())
+        Ok(known.addresses.clone())
     }
 
     /// Held for moments alone.
-    fn known(&self) -> MutexGuard<'_, Vec<SocketAddr>> {
+    fn known(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -392,5 +437,92 @@ impl Dialer {
             server: self.address.clone(),
             what,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+    use crate::remote::test_server::{self, Pki};
+
+    /// Machines with the same port: one that the name 'localhost' stands for, one that it stood for once.
+    struct Machines {
+        dialer: Dialer,
+        named: TcpListener,
+        former: TcpListener,
+        _pki: Pki,
+    }
+
+    impl Machines {
+        fn new() -> Self {
+            let (named, former) = (0..100)
+                .find_map(|_| {
+                    let named = TcpListener::bind("127.0.0.1:0").ok()?;
+                    let port = named.local_addr().ok()?.port();
+                    let former = TcpListener::bind(("127.0.0.2", port)).ok()?;
+                    Some((named, former))
+                })
+                .expect("a port that both have");
+            let pki = Pki::new();
+            let address = named.local_addr().expect("bound");
+            let mut config = test_server::config(address, pki.client.clone());
+            let name = format!("localhost:{}", address.port());
+            config.addresses = vec![name.parse().expect("an address")];
+            let dialer = Dialer::new(&config, 0).expect("a server");
+            dialer.known().addresses = vec![former.local_addr().expect("bound")];
+            Self {
+                dialer,
+                named,
+                former,
+                _pki: pki,
+            }
+        }
+
+        fn reached(&self) -> SocketAddr {
+            let (socket, _) = self.dialer.reach().expect("somebody listens");
+            socket.peer_addr().expect("connected")
+        }
+    }
+
+    #[test]
+    fn a_server_is_looked_for_where_it_was_before_its_name_is_resolved() {
+        let machines = Machines::new();
+        let former = machines.former.local_addr().expect("bound");
+        assert_eq!(machines.reached(), former);
+        assert_eq!(machines.dialer.known().addresses, [former]);
+    }
+
+    #[test]
+    fn a_server_that_is_not_where_it_was_is_found_by_its_name() {
+        let Machines {
+            dialer,
+            named,
+            former,
+            _pki,
+        } = Machines::new();
+        drop(former);
+        let (socket, _) = dialer.reach().expect("it is there");
+        let named = named.local_addr().expect("bound");
+        assert_eq!(socket.peer_addr().expect("connected"), named);
+        assert_eq!(dialer.known().addresses.first(), Some(&named));
+    }
+
+    #[test]
+    fn where_another_answers_the_name_is_resolved_next_time() {
+        let machines = Machines::new();
+        let (purpose, former) = (Purpose::Observe, &machines.former);
+        std::thread::scope(|scope| {
+            // It says nothing that a server would.
+            scope.spawn(|| former.accept().map(drop));
+            assert!(machines.dialer.greet(&purpose).is_err());
+            // Whoever waits there still waits no more.
+            drop(former.local_addr().map(TcpStream::connect));
+        });
+        assert_eq!(
+            machines.reached(),
+            machines.named.local_addr().expect("bound")
+        );
     }
 }

@@ -83,6 +83,13 @@ impl Owner {
         }
     }
 
+    /// Notes what it was told by now.
+    fn hear(&mut self) {
+        while let Ok(event) = self.events.try_recv() {
+            self.note(event);
+        }
+    }
+
     fn until(&mut self, what: &str, done: impl Fn(&Self) -> bool) {
         let deadline = Instant::now() + PATIENCE;
         while !done(self) {
@@ -305,8 +312,8 @@ fn a_new_guest_waits_for_a_server_that_is_slow_to_greet() {
     let listener = TcpListener::bind(anywhere()).expect("a listener");
     let address = listener.local_addr().expect("bound");
     let mut config = config(address, pki.client.clone());
+    // It stays so short for connections that are made later: those are tried again.
     config.timing.connect = Duration::from_millis(300);
-    config.timing.answer = Duration::from_millis(300);
     let silent = Owner::start(&config, 2).err();
     assert!(
         matches!(silent, Some(RemoteError::Control { .. })),
@@ -323,8 +330,9 @@ fn a_new_guest_waits_for_a_server_that_is_slow_to_greet() {
     owner.connected();
     let slab = owner.lease();
     owner.write(slab, 0, &page(5));
+    let ups = owner.ups;
     gate.cut();
-    owner.until("a connection again", |owner| owner.ups == 2);
+    owner.until("a connection again", |owner| owner.ups > ups);
     owner.connected();
     assert_eq!(owner.read(slab, 0, 4096), page(5));
     owner.session.close(PATIENCE).expect("a goodbye");
@@ -485,16 +493,23 @@ fn a_server_that_started_anew_has_lost_the_slabs() {
 #[test]
 fn a_lease_that_ended_has_lost_the_slabs() {
     let pki = Pki::new();
-    let lease = Duration::from_millis(500);
+    let lease = Duration::from_secs(3);
     let server = serve(&pki, anywhere(), |config| config.lease_timeout = lease);
     let gate = Gate::to(server.local_addr());
     let config = config(gate.address, pki.client.clone());
     let mut owner = Owner::start(&config, 2).expect("a session");
     owner.connected();
     let slab = owner.lease();
-    thread::sleep(2 * lease);
-    assert!(owner.session.lease_valid(), "renewed by itself");
-    assert!(owner.lost.is_empty());
+    thread::sleep(lease.mul_f64(1.5));
+    // One that stood still renews it a moment later.
+    let deadline = Instant::now() + PATIENCE;
+    while !owner.session.lease_valid() {
+        assert!(Instant::now() < deadline, "it is not renewed");
+        thread::sleep(Duration::from_millis(5));
+    }
+    owner.hear();
+    assert!(owner.lost.is_empty(), "renewed by itself");
+    let ups = owner.ups;
     gate.shut(true);
     let deadline = Instant::now() + PATIENCE;
     while !server.stats().clients.is_empty() {
@@ -506,7 +521,7 @@ fn a_lease_that_ended_has_lost_the_slabs() {
         "ours ends before the server's"
     );
     gate.shut(false);
-    owner.until("the server again", |owner| owner.ups == 2);
+    owner.until("the server again", |owner| owner.ups > ups);
     assert_eq!(owner.lost, [slab]);
 }
 

@@ -71,6 +71,9 @@ pub(crate) fn config(address: SocketAddr, tls: impl Into<TlsFiles>) -> RemoteCon
         data_connections: 2,
         rdma: outram_wire::verbs::Choice::Auto,
         timing: Timing {
+            // In this process, and on whatever is left of a busy machine.
+            connect: PATIENCE,
+            answer: PATIENCE,
             renew: Duration::from_millis(50),
             retry_min: Duration::from_millis(10),
             retry_max: Duration::from_millis(100),

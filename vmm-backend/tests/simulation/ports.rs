@@ -156,6 +156,9 @@ impl Ports for SimPorts {
         world.shared.slots.is_safe(fetch.slot)
     }
 
+    /// Each goes at once.
+    fn send_waited_for(&mut self) {}
+
     fn start_run(&mut self, run: Run) {
         let mut world = self.world.borrow_mut();
         world.runs.push(OutRun {

@@ -15,19 +15,39 @@ use crate::engine::prefetch::{Noted, Window};
 impl<P: Ports> Shard<P> {
     /// Asks for a page that somebody waits for, and for those that are likely to be wanted next.
     pub(super) fn fetch_on_demand(&mut self, page: PageIndex, entry: Entry, pending: Pending) {
-        let is_waited_for = pending.fault.is_some();
-        let reachable = self.start_fetch(page, entry, 0, pending);
-        if is_waited_for && reachable {
-            self.fetch_ahead(page);
+        if pending.fault.is_none() {
+            self.start_fetch(page, entry, 0, pending);
+            return;
+        }
+        // What comes next is thought of while the page is on its way, unless it is to come by the same request.
+        if !self.prefetch.fetches_neighbours() {
+            if self.start_fetch(page, entry, 0, pending) {
+                self.fetch_ahead(page);
+            }
+            return;
+        }
+        let (noted, granule) = (self.note_fault(page), self.shared.pace.granule());
+        let neighbour = noted.next.filter(|_| noted.is_pair && granule == 1);
+        let neighbour = neighbour.and_then(|window| window.pages().next());
+        let with_next = neighbour.is_some_and(|next| self.would_fetch(page, next));
+        if self.start_fetch_of(page, entry, 0, pending, with_next) {
+            self.follow(page, granule, noted);
+        }
+        if with_next {
+            self.ports.send_waited_for();
         }
     }
 
     pub(super) fn fetch_ahead(&mut self, page: PageIndex) {
+        let noted = self.note_fault(page);
+        self.follow(page, self.shared.pace.granule(), noted);
+    }
+
+    fn note_fault(&mut self, page: PageIndex) -> Noted {
         let granule = self.shared.pace.granule();
         let window = self.shared.pace.window(self.shared.page_size);
         self.prefetch.follow(window, granule);
-        let noted = self.prefetch.note(page);
-        self.follow(page, granule, noted);
+        self.prefetch.note(page)
     }
 
     /// Asks for what comes behind a page that the guest has begun to wait for while it was on its way.
@@ -42,8 +62,7 @@ impl<P: Ports> Shard<P> {
         for used in noted.passed.into_iter().flat_map(Window::pages) {
             self.guesses.note_used(used, &self.shared.stats);
         }
-        // Whatever is under way then has the wire and the room for itself.
-        if self.ending || self.homing.is_some() || !self.frozen.is_empty() {
+        if !self.may_fetch_ahead() {
             return;
         }
         let Some(part) = self.part_of(page) else {
@@ -61,6 +80,21 @@ impl<P: Ports> Shard<P> {
                 return;
             }
         }
+    }
+
+    /// Whatever is under way else has the wire and the room for itself.
+    fn may_fetch_ahead(&self) -> bool {
+        !self.ending && self.homing.is_none() && self.frozen.is_empty()
+    }
+
+    /// Whether a page's neighbour is likely to be fetched with it. This host may have a copy yet, or another shard
+    /// take the room for it.
+    fn would_fetch(&self, page: PageIndex, next: PageIndex) -> bool {
+        self.may_fetch_ahead()
+            && self.part_of(page).is_some_and(|part| part.contains(next))
+            && self.shared.table.state(next) == State::Stored
+            && !self.pending.contains_key(&next)
+            && self.shared.budget.spare() > 0
     }
 
     /// Asks for a page that nobody waits for; breaks where there is no room, or no server, for more.

@@ -802,6 +802,18 @@ impl<P: Ports> Shard<P> {
         attempt: u32,
         pending: Pending,
     ) -> bool {
+        self.start_fetch_of(page, entry, attempt, pending, false)
+    }
+
+    /// The same; another page may come by the same request.
+    fn start_fetch_of(
+        &mut self,
+        page: PageIndex,
+        entry: Entry,
+        attempt: u32,
+        pending: Pending,
+        with_next: bool,
+    ) -> bool {
         let Some(slot) = entry.slot else {
             self.shared.budget.release(1);
             self.lose(page, pending);
@@ -816,6 +828,7 @@ impl<P: Ports> Shard<P> {
             page,
             slot,
             ahead,
+            with_next,
         };
         let reachable = self.ports.fetch(fetch);
         if !reachable {

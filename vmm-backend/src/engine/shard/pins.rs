@@ -63,6 +63,11 @@ impl<P: Ports> Shard<P> {
         }
     }
 
+    /// Ends a pin that nobody waits for any more; nothing where it was answered.
+    pub fn cancel_pin(&mut self, id: PinId) {
+        self.refuse_pin(id, PinRefused::Ending);
+    }
+
     pub(super) fn is_pinned(&self, page: PageIndex) -> bool {
         self.pins.contains_key(&page)
     }

@@ -7,11 +7,10 @@
 //! `/proc/kpageflags`; Documentation/admin-guide/mm/pagemap.rst).
 
 use std::fs::{self, File};
-use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use super::{RamBlock, Refusal};
+use super::{RamBlock, Refusal, unreadable};
 use crate::holes::data_in;
 
 const PAGE: u64 = 4096;
@@ -52,18 +51,21 @@ pub(super) fn check(pid: i32, blocks: &[RamBlock]) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Whether the host has shared memory in folios of the size of a PMD, in doubt too.
+pub(super) fn are_on_host() -> bool {
+    let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    info.lines()
+        .find_map(|line| line.strip_prefix("ShmemHugePages:"))
+        .is_none_or(|rest| rest.split_whitespace().next() != Some("0"))
+}
+
 /// Whether the host has no large folio of shared memory: none of the size of a PMD now, none of
 /// another ever. (Kernels without counters for other sizes have no such sizes.)
 fn none_on_host() -> bool {
-    let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let none_of_pmd_size = info
-        .lines()
-        .find_map(|line| line.strip_prefix("ShmemHugePages:"))
-        .is_some_and(|rest| rest.split_whitespace().next() == Some("0"));
     let Ok(sizes) = fs::read_dir(THP_DIRECTORY) else {
         return true;
     };
-    none_of_pmd_size
+    !are_on_host()
         && sizes.flatten().all(|size| {
             let count = fs::read_to_string(size.path().join("stats/shmem_alloc"));
             match count {
@@ -87,16 +89,24 @@ fn find(pid: i32, start: u64, length: u64) -> Result<Option<u64>, Refusal> {
             .read_exact_at(chunk, page * 8)
             .map_err(|source| unreadable(&path, source))?;
         for (number, entry) in (page..).zip(chunk.chunks_exact(8)) {
-            let entry = word(entry);
-            if entry & PRESENT == 0 {
-                continue;
-            }
-            let mut of_frame = [0; 8];
-            flags
-                .read_exact_at(&mut of_frame, (entry & FRAME) * 8)
-                .map_err(|source| unreadable(KPAGEFLAGS.as_ref(), source))?;
-            if word(&of_frame) & LARGE != 0 {
-                return Ok(Some(number * PAGE));
+            let mut entry = word(entry);
+            while entry & PRESENT != 0 {
+                let mut of_frame = [0; 8];
+                flags
+                    .read_exact_at(&mut of_frame, (entry & FRAME) * 8)
+                    .map_err(|source| unreadable(KPAGEFLAGS.as_ref(), source))?;
+                if word(&of_frame) & LARGE == 0 {
+                    break;
+                }
+                // The frame may have gone to somebody else since.
+                let mut again = [0; 8];
+                pagemap
+                    .read_exact_at(&mut again, number * 8)
+                    .map_err(|source| unreadable(&path, source))?;
+                if word(&again) == entry {
+                    return Ok(Some(number * PAGE));
+                }
+                entry = word(&again);
             }
         }
         page += count as u64;
@@ -108,15 +118,10 @@ fn word(bytes: &[u8]) -> u64 {
     bytes.try_into().map_or(0, u64::from_ne_bytes)
 }
 
-fn unreadable(path: &Path, source: io::Error) -> Refusal {
-    Refusal::Unreadable {
-        path: path.to_owned(),
-        source,
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use vm_memory::{Bytes, MmapRegion, VolatileMemory};
 
     use super::*;

@@ -54,6 +54,13 @@ pub struct RamBlock {
     pub huge_page_bytes: Option<u64>,
 }
 
+fn unreadable(path: &Path, source: io::Error) -> Refusal {
+    Refusal::Unreadable {
+        path: path.to_owned(),
+        source,
+    }
+}
+
 /// Start time of a process.
 pub(super) fn start_time(pid: i32) -> io::Result<u64> {
     stat_field(pid, 22)
@@ -111,6 +118,19 @@ pub(crate) fn open_files(pid: i32) -> Result<(), Refusal> {
     others::check_open_files(pid)
 }
 
+/// Refuses large folios in what the VMM has mapped of memory backends' memfds: shared-memory THP was on for a while.
+pub(crate) fn large_folios(pid: i32) -> Result<(), Refusal> {
+    for mapping in parse_mappings(&read(&proc_path(pid, "maps"))?) {
+        match known_block(pid, &mapping) {
+            Ok(block) => folios::check(pid, &[block])?,
+            // What is no whole memfd is no block of ours.
+            Err(Refusal::UnknownLayout(_)) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
 /// The block behind a mapping that appeared after the hand-over, or why it must not be paged. The
 /// process `pager` may have it mapped already.
 pub(crate) fn plugged_block(
@@ -136,6 +156,10 @@ pub(crate) fn plugged_block(
     let block = open_block(path, mapping, format!("memfd-{}", mapping.id.inode))?;
     check_seen_locked(pid)?;
     others::check_other_mappers(pid, pager, &[block.id])?;
+    if block.huge_page_bytes.is_none() {
+        host::check_shmem_thp()?;
+        folios::check(pid, std::slice::from_ref(&block))?;
+    }
     Ok(block)
 }
 
@@ -157,6 +181,11 @@ pub fn demand_kvm(pid: i32) -> Result<(), Refusal> {
     line.is_under_kvm().then_some(()).ok_or(Refusal::NotKvm)
 }
 
+/// Whether shared memory of this host, anybody's, is in large folios now.
+pub fn has_large_folios() -> bool {
+    folios::are_on_host()
+}
+
 /// Whether this host's settings allow paging: shared-memory THP off.
 pub fn host_requirements() -> Result<(), Refusal> {
     host::check_shmem_thp()
@@ -167,10 +196,7 @@ fn proc_path(pid: i32, name: &str) -> PathBuf {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, Refusal> {
-    fs::read(path).map_err(|source| Refusal::Unreadable {
-        path: path.to_owned(),
-        source,
-    })
+    fs::read(path).map_err(|source| unreadable(path, source))
 }
 
 /// Refuses backends that are no memfd and not known to be foreign data.
@@ -307,10 +333,7 @@ fn open_blocks(
 }
 
 fn open_block(path: &Path, mapping: &Mapping, name: String) -> Result<RamBlock, Refusal> {
-    let unreadable = |source| Refusal::Unreadable {
-        path: path.to_owned(),
-        source,
-    };
+    let unreadable = |source| unreadable(path, source);
     let memfd = OpenOptions::new()
         .read(true)
         .write(true)
@@ -356,18 +379,17 @@ fn foreign_sizes(line: &CommandLine, backends: &[MemoryBackend]) -> Result<Vec<u
 /// The VMM's open memfds by ascending descriptor: path, identity, size.
 fn memfds_of(pid: i32) -> Result<Vec<(PathBuf, MemfdId, u64)>, Refusal> {
     let directory = proc_path(pid, "fd");
-    let entries = fs::read_dir(&directory).map_err(|source| Refusal::Unreadable {
-        path: directory.clone(),
-        source,
-    })?;
+    let entries = fs::read_dir(&directory).map_err(|source| unreadable(&directory, source))?;
     let mut found = BTreeMap::new();
-    for entry in entries.flatten() {
+    for entry in entries {
+        let entry = entry.map_err(|source| unreadable(&directory, source))?;
+        let unreadable = |source| unreadable(&entry.path(), source);
         let number: Option<u32> = entry
             .file_name()
             .to_str()
             .and_then(|name| name.parse().ok());
-        // It may have been closed since.
-        let (Some(number), Ok(target)) = (number, fs::read_link(entry.path())) else {
+        let target = others::unless_closed(fs::read_link(entry.path())).map_err(unreadable)?;
+        let (Some(number), Some(target)) = (number, target) else {
             continue;
         };
         if !target
@@ -377,7 +399,8 @@ fn memfds_of(pid: i32) -> Result<Vec<(PathBuf, MemfdId, u64)>, Refusal> {
         {
             continue;
         }
-        if let Ok(metadata) = fs::metadata(entry.path()) {
+        let metadata = others::unless_closed(fs::metadata(entry.path())).map_err(unreadable)?;
+        if let Some(metadata) = metadata {
             let id = MemfdId {
                 device: metadata.dev(),
                 inode: metadata.ino(),

@@ -1,64 +1,80 @@
 //! What else touches guest RAM: open files of the VMM, and other processes.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use super::cmdline::CommandLine;
 use super::maps;
-use super::{MemfdId, Refusal, stat_field};
+use super::{MemfdId, Refusal, stat_field, unreadable};
 
 /// Looks through the VMM's open descriptors for what forbids paging.
 pub(super) fn check_open_files(pid: i32) -> Result<(), Refusal> {
     let directory = PathBuf::from(format!("/proc/{pid}/fd"));
     let entries = fs::read_dir(&directory).map_err(|source| unreadable(&directory, source))?;
-    for entry in entries.flatten() {
-        // It may have been closed since.
-        let Ok(target) = fs::read_link(entry.path()) else {
+    for entry in entries {
+        let entry = entry.map_err(|source| unreadable(&directory, source))?;
+        let target = unless_closed(fs::read_link(entry.path()));
+        let Some(target) = target.map_err(|source| unreadable(&entry.path(), source))? else {
             continue;
         };
         let target = target.to_string_lossy().into_owned();
         if is_pass_through(&target) {
             return Err(Refusal::PassThrough(target));
         }
-        let number = entry.file_name().to_string_lossy().into_owned();
-        if is_direct(pid, &number, &target) {
+        let info = PathBuf::from(format!("/proc/{pid}/fdinfo")).join(entry.file_name());
+        if is_direct(&info, &target).map_err(|source| unreadable(&info, source))? {
             return Err(Refusal::DirectDisk(target));
         }
     }
     Ok(())
 }
 
-fn unreadable(path: &Path, source: std::io::Error) -> Refusal {
-    Refusal::Unreadable {
-        path: path.to_owned(),
-        source,
-    }
-}
-
 /// Whether a descriptor of this name belongs to a device that pins guest RAM.
 fn is_pass_through(target: &str) -> bool {
-    const PREFIXES: [&str; 6] = [
+    const PREFIXES: [&str; 9] = [
         "/dev/vfio/",
         "/dev/iommu",
+        // QEMU migrates over RDMA by registering guest RAM, and passes SCSI commands on with their buffers in it.
+        "/dev/infiniband/",
+        "/dev/bsg/",
+        "/dev/udmabuf",
         "/dev/vhost-vdpa",
         "/dev/vhost-scsi",
         "anon_inode:kvm-vfio",
         "anon_inode:[vfio",
     ];
-    PREFIXES.iter().any(|prefix| target.starts_with(prefix))
+    let is_generic_scsi = target
+        .strip_prefix("/dev/sg")
+        .is_some_and(|rest| rest.starts_with(|first: char| first.is_ascii_digit()));
+    is_generic_scsi || PREFIXES.iter().any(|prefix| target.starts_with(prefix))
+}
+
+/// What was read of a descriptor, which may have been closed since, as may its process.
+pub(super) fn unless_closed<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Ok(None),
+        read => read.map(Some),
+    }
 }
 
 /// Whether a descriptor of a file was opened with `O_DIRECT` (pipes have the flag too, and mean
 /// something else by it).
-fn is_direct(pid: i32, number: &str, target: &str) -> bool {
+fn is_direct(info: &Path, target: &str) -> io::Result<bool> {
     if !target.starts_with('/') {
-        return false;
+        return Ok(false);
     }
-    let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
-    info.lines()
+    let info = unless_closed(fs::read_to_string(info))?.unwrap_or_default();
+    Ok(info
+        .lines()
         .find_map(|line| line.strip_prefix("flags:"))
         .and_then(|flags| u32::from_str_radix(flags.trim(), 8).ok())
-        .is_some_and(|flags| flags & libc::O_DIRECT as u32 != 0)
+        .is_some_and(|flags| flags & libc::O_DIRECT as u32 != 0))
 }
 
 /// Refuses what the command line shows: also devices that come to life only later.
@@ -66,7 +82,8 @@ pub(super) fn check_devices(line: &CommandLine) -> Result<(), Refusal> {
     let mut vhost_user = Vec::new();
     for device in line.all("device") {
         let kind = device.kind();
-        if kind.starts_with("vfio-") || kind.starts_with("vhost-scsi") {
+        let passes_through = ["vfio-", "vhost-scsi", "scsi-block", "scsi-generic"];
+        if passes_through.iter().any(|start| kind.starts_with(start)) {
             return Err(Refusal::PassThrough(kind.to_owned()));
         }
         if device.is_on("blob") {
@@ -133,6 +150,12 @@ fn host_nests_vmx() -> bool {
         .is_ok_and(|nested| matches!(nested.trim(), "Y" | "1"))
 }
 
+/// How long it may take to read the memory maps of one process.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// ... and of all processes, in so many times of that.
+const PATIENCE_TIMES: u32 = 6;
+
 /// Refuses if a process besides the VMM, this one and its pager, if that is another, maps any of the
 /// memfds. A child of the latter two is none until it has executed its program: till then its mappings
 /// are its parent's.
@@ -140,6 +163,67 @@ pub(super) fn check_other_mappers(
     vmm: i32,
     pager: Option<i32>,
     memfds: &[MemfdId],
+) -> Result<(), Refusal> {
+    static LOOK: Mutex<Option<Look>> = Mutex::new(None);
+    let memfds = memfds.to_vec();
+    in_time(&LOOK, PATIENCE, move |at| {
+        look_for_other_mappers(vmm, pager, &memfds, at)
+    })
+}
+
+/// A look at all processes that did not end in time.
+struct Look {
+    /// The process that it is at.
+    at: Arc<AtomicI32>,
+    ended: Receiver<Result<(), Refusal>>,
+}
+
+/// Looks in a thread of its own, which is left where it does not come back: one process that is stuck must not hold up
+/// the guests. There is one such thread at most.
+fn in_time(
+    stuck: &Mutex<Option<Look>>,
+    patience: Duration,
+    look: impl FnOnce(&AtomicI32) -> Result<(), Refusal> + Send + 'static,
+) -> Result<(), Refusal> {
+    let mut stuck = stuck.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(former) = stuck.take()
+        && matches!(former.ended.try_recv(), Err(TryRecvError::Empty))
+    {
+        let at = former.at.load(Ordering::Relaxed);
+        *stuck = Some(former);
+        return Err(Refusal::Stuck(at));
+    }
+    let at = Arc::new(AtomicI32::new(0));
+    let (tell, ended) = mpsc::channel();
+    let told = Arc::clone(&at);
+    let work = move || {
+        // Whoever asked may wait no longer.
+        let _ = tell.send(look(&told));
+    };
+    let name = "mappers".to_owned();
+    thread::Builder::new()
+        .name(name)
+        .spawn(work)
+        .map_err(|source| unreadable(Path::new("/proc"), source))?;
+    let mut process = 0;
+    for _ in 0..PATIENCE_TIMES {
+        if let Ok(found) = ended.recv_timeout(patience) {
+            return found;
+        }
+        // A host with many processes takes its time.
+        if std::mem::replace(&mut process, at.load(Ordering::Relaxed)) == process && process != 0 {
+            break;
+        }
+    }
+    *stuck = Some(Look { at, ended });
+    Err(Refusal::Stuck(process))
+}
+
+fn look_for_other_mappers(
+    vmm: i32,
+    pager: Option<i32>,
+    memfds: &[MemfdId],
+    at: &AtomicI32,
 ) -> Result<(), Refusal> {
     let proc = Path::new("/proc");
     let us = std::process::id() as i32;
@@ -152,6 +236,7 @@ pub(super) fn check_other_mappers(
         if pid == vmm || pid == us || Some(pid) == pager {
             continue;
         }
+        at.store(pid, Ordering::Relaxed);
         // Processes end while we look, and kernel threads map nothing.
         let maps_any = || {
             let maps = fs::read_to_string(entry.path().join("maps")).unwrap_or_default();
@@ -201,6 +286,12 @@ mod tests {
             verdict(&["-device", r#"{"driver":"vfio-pci","host":"0000:01:00.0"}"#]),
             Err(Refusal::PassThrough(_))
         ));
+        for kind in ["scsi-block", "scsi-generic"] {
+            let disk = format!("{kind},drive=d0");
+            let refused = verdict(&["-device", &disk]);
+            assert!(matches!(refused, Err(Refusal::PassThrough(_))), "{kind}");
+        }
+        assert!(verdict(&["-device", "scsi-hd,drive=d0"]).is_ok());
         let two = [ours, ["-device", "vhost-user-fs-pci,chardev=c1,tag=x"]].concat();
         assert!(matches!(verdict(&two), Err(Refusal::OtherMapper(_))));
         assert!(matches!(
@@ -216,6 +307,41 @@ mod tests {
             Err(Refusal::NestedVmx)
         ));
         assert!(verdict(&["-machine", "q35,accel=kvm", "-cpu", "host,vmx=off"]).is_ok());
+    }
+
+    #[test]
+    fn a_process_that_is_stuck_is_named_and_holds_nobody_up() {
+        let looks = Mutex::new(None);
+        let (go_on, wait) = mpsc::channel::<()>();
+        let (reach, reached) = mpsc::channel();
+        let stuck = in_time(&looks, Duration::from_millis(10), move |at| {
+            at.store(7, Ordering::Relaxed);
+            reach.send(()).expect("waited for");
+            // Ends once the other end is dropped.
+            let _ = wait.recv();
+            Ok(())
+        });
+        // Its thread may not have run by then.
+        let is_named = matches!(stuck, Err(Refusal::Stuck(0 | 7)));
+        assert!(is_named, "{stuck:?}");
+        reached.recv().expect("it runs");
+        let refused = in_time(&looks, PATIENCE, |_| panic!("a second thread"));
+        assert!(matches!(refused, Err(Refusal::Stuck(7))), "{refused:?}");
+        drop(go_on);
+        while in_time(&looks, PATIENCE, |_| Ok(())).is_err() {
+            thread::yield_now();
+        }
+        assert!(in_time(&looks, PATIENCE, |_| Err(Refusal::Locked)).is_err());
+    }
+
+    #[test]
+    fn files_that_pin_ram_are_known_by_their_names() {
+        for name in ["/dev/vfio/12", "/dev/sg0", "/dev/infiniband/uverbs0"] {
+            assert!(is_pass_through(name), "{name}");
+        }
+        for name in ["/dev/sgx_vepc", "/dev/sda", "/dev/kvm", "socket:[12]"] {
+            assert!(!is_pass_through(name), "{name}");
+        }
     }
 
     #[test]

@@ -26,6 +26,12 @@ pub enum Refusal {
         #[source]
         source: io::Error,
     },
+    /// Whether another process maps guest RAM cannot be told.
+    #[error(
+        "whether process {0} maps the guest's RAM cannot be told, for its memory map cannot be read: a thread of it \
+         is stuck in the kernel, in a file system that does not answer perhaps (/proc/{0}/stack): end that process"
+    )]
+    Stuck(i32),
     /// There is RAM that is not a shared memfd.
     #[error(
         "the guest's memory is private ({0}): give the domain \

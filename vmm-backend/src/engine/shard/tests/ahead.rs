@@ -38,6 +38,43 @@ fn what_comes_next_is_fetched_behind_what_is_waited_for() {
 }
 
 #[test]
+fn a_neighbour_is_asked_for_by_the_same_request_where_neighbours_were_next() {
+    const APART: u32 = 100;
+    let mut bench = Bench::of_many(40 * APART);
+    let places = (0..22).map(|place| place * APART);
+    // Of the last two, the neighbours were never touched.
+    let (both, alone) = (places.clone().take(20), places.skip(20));
+    for first in both.clone() {
+        bench.store_remotely(first, first as u8);
+        bench.store_remotely(first + 1, first as u8 + 1);
+    }
+    for first in alone.clone() {
+        bench.store_remotely(first, first as u8);
+    }
+    let mut asked_with_next = |first: u32| {
+        bench.fault(first, READ);
+        let fetches = bench.world().fetches.clone();
+        if fetches[0].with_next {
+            assert_eq!((fetches[1].page.0, fetches[1].ahead), (first + 1, true));
+        }
+        bench.fault(first + 1, READ);
+        bench.answer_all();
+        fetches[0].with_next
+    };
+    let asked: Vec<bool> = both.map(&mut asked_with_next).collect();
+    assert!(
+        !asked[..10].contains(&true),
+        "nothing is known yet: {asked:?}"
+    );
+    assert!(
+        asked[18] || asked[19],
+        "one of them may be a sample: {asked:?}"
+    );
+    let asked: Vec<bool> = alone.map(&mut asked_with_next).collect();
+    assert_eq!(asked, [false; 2]);
+}
+
+#[test]
 fn the_next_window_is_asked_for_while_the_guest_waits_for_all_of_one() {
     let mut bench = Bench::new();
     bench.shared.pace.set_granule(8);

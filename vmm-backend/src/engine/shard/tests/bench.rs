@@ -187,6 +187,8 @@ impl Ports for Script {
         true
     }
 
+    fn send_waited_for(&mut self) {}
+
     fn start_run(&mut self, run: Run) {
         self.runs.push(run);
     }

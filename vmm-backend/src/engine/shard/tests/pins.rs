@@ -136,3 +136,29 @@ fn the_end_of_the_guest_refuses_pins() {
     let ending = Err(PinRefused::Ending);
     assert_eq!(bench.world().pins, [(PinId(1), ending), (PinId(2), ending)]);
 }
+
+#[test]
+fn a_pin_that_is_cancelled_keeps_nothing_and_leaves_others_theirs() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.touch(8, 2);
+    bench.shard.on_pin(PinId(1), &[run(7, 2)], false);
+    bench.shard.on_pin(PinId(2), &[run(7, 1)], false);
+    bench.shard.cancel_pin(PinId(1));
+    bench.answer(1);
+    // Answered before, to somebody who keeps it.
+    bench.shard.cancel_pin(PinId(2));
+    let refused = (PinId(1), Err(PinRefused::Ending));
+    assert_eq!(bench.world().pins, [refused, (PinId(2), Ok(()))]);
+    bench.shared.budget.set_limit(0);
+    bench.shard.pump();
+    let left = |bench: &mut Bench| -> Vec<PageIndex> {
+        let runs = bench.world().runs.iter();
+        runs.flat_map(|run| run.pages.pages()).collect()
+    };
+    assert!(left(&mut bench).contains(&PageIndex(8)));
+    assert!(!left(&mut bench).contains(&PageIndex(7)), "it is pinned");
+    bench.shard.on_unpin(&[run(7, 1)]);
+    bench.shard.pump();
+    assert!(left(&mut bench).contains(&PageIndex(7)));
+}
