@@ -44,7 +44,7 @@ fetch_kernel() { # $package -> target/images/kernel/ unpacked
     [ "$try" != 3 ] || { rm -rf "$work"; fail "apt-get could not download $package: is the network reachable?"; }
     # A newer one may be there instead, of which apt has not heard.
     apt-get -o Acquire::Retries=5 update -q >&2 || sleep 10
-    rm -f "$out/kernel-package"
+    rm -f "$out/kernel-package" "$work"/*
     package=$(resolve_kernel)
   done
   rm -rf "$out/kernel"; mkdir -p "$out/kernel"

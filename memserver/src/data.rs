@@ -45,6 +45,12 @@ const FIRST_GATHERED_BYTES: usize = 64 << 10;
 /// memory that it is gathered in. No network that a disk is usable over is so slow.
 const SLOWEST_BYTES_PER_S: u64 = 128 << 10;
 
+/// How long such memory is waited for. A backend gives a connection up that takes nothing for 15 seconds.
+const ROOM_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Whoever sends nothing of such a write for so long is left if others wait for memory.
+const CROWDED_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// A peer that neither sends the rest of a request nor takes a reply for so long is left.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -224,12 +230,15 @@ impl<'a> Service<'a> {
             slab::store(&self.pieces, buffered);
         } else {
             // Not before some of it is here: who announces a write and sends none of it keeps others from nothing.
-            let until = Instant::now() + STALL_TIMEOUT;
+            let until = Instant::now() + ROOM_TIMEOUT;
             let taken = self.gatherer.take(total, until, || self.session.is_cut());
             let _portion = taken.ok_or(io::Error::from(io::ErrorKind::TimedOut))?;
             let seconds = total as u64 / SLOWEST_BYTES_PER_S;
             let until = Instant::now() + STALL_TIMEOUT + Duration::from_secs(seconds);
-            let gathered = gather(self.socket, buffered, total, until)?;
+            let gatherer = self.gatherer;
+            self.socket.set_read_timeout(Some(CROWDED_TIMEOUT))?;
+            let gathered = gather(self.socket, buffered, total, until, || gatherer.is_wanted())?;
+            self.socket.set_read_timeout(Some(STALL_TIMEOUT))?;
             slab::store(&self.pieces, &gathered);
         }
         self.start += here;
@@ -306,8 +315,14 @@ impl<'a> Service<'a> {
 }
 
 /// The `total` bytes that begin with those `here`, once the others have come from `source`. It is asked for none after
-/// `until`.
-fn gather(mut source: impl Read, here: &[u8], total: usize, until: Instant) -> io::Result<Vec<u8>> {
+/// `until`, nor once none came in time and it `is_crowded`.
+fn gather(
+    mut source: impl Read,
+    here: &[u8],
+    total: usize,
+    until: Instant,
+    is_crowded: impl Fn() -> bool,
+) -> io::Result<Vec<u8>> {
     let mut gathered = Vec::with_capacity(total);
     gathered.extend_from_slice(here);
     let mut filled = here.len();
@@ -323,6 +338,7 @@ fn gather(mut source: impl Read, here: &[u8], total: usize, until: Instant) -> i
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => filled += read,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !is_crowded() => {}
             Err(error) => return Err(error),
         }
     }
@@ -453,7 +469,8 @@ mod tests {
         for at_a_time in [1000, data::MAX_PAYLOAD_BYTES] {
             let total = data::MAX_PAYLOAD_BYTES - 5;
             let mut source = source(at_a_time);
-            let gathered = gather(&mut source, &[0, 1, 2], total, some_day).expect("it came");
+            let gathered =
+                gather(&mut source, &[0, 1, 2], total, some_day, || true).expect("it came");
             let right = |(place, byte): (usize, &u8)| *byte == place as u8;
             assert_eq!((gathered.len(), source.sent), (total, total));
             assert!(gathered.iter().enumerate().all(right));
@@ -477,7 +494,13 @@ mod tests {
         let some_day = Instant::now() + Duration::from_secs(3600);
         for arrived in [1, FIRST_GATHERED_BYTES, 1 << 20] {
             let mut ending = Ending(source(512), arrived);
-            let gathered = gather(&mut ending, &[0, 1, 2], data::MAX_PAYLOAD_BYTES, some_day);
+            let gathered = gather(
+                &mut ending,
+                &[0, 1, 2],
+                data::MAX_PAYLOAD_BYTES,
+                some_day,
+                || true,
+            );
             let error = gathered.expect_err("it ended");
             assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
             let most = FIRST_GATHERED_BYTES.max(2 * ending.0.sent);
@@ -488,8 +511,38 @@ mod tests {
     #[test]
     fn who_dribbles_a_write_is_left() {
         let mut dribbling = source(1);
-        let gathered = gather(&mut dribbling, &[0, 1, 2], 1 << 20, Instant::now());
+        let gathered = gather(&mut dribbling, &[0, 1, 2], 1 << 20, Instant::now(), || {
+            false
+        });
         let error = gathered.expect_err("its time is over");
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+
+    /// Nothing comes of it in time, again and again.
+    struct Stalling(Source, usize);
+
+    impl Read for &mut Stalling {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            match self.1.checked_sub(1) {
+                Some(left) => {
+                    self.1 = left;
+                    Err(io::ErrorKind::WouldBlock.into())
+                }
+                None => (&mut self.0).read(into),
+            }
+        }
+    }
+
+    #[test]
+    fn who_stalls_amid_a_write_is_left_once_others_wait() {
+        let some_day = Instant::now() + Duration::from_secs(3600);
+        let mut stalling = Stalling(source(4096), 3);
+        let gathered = gather(&mut stalling, &[0, 1, 2], 1 << 20, some_day, || false);
+        assert_eq!(gathered.expect("nobody waits").len(), 1 << 20);
+        let mut stalling = Stalling(source(4096), 3);
+        let gathered = gather(&mut stalling, &[0, 1, 2], 1 << 20, some_day, || true);
+        let error = gathered.expect_err("somebody waits");
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(stalling.1, 2, "at once");
     }
 }

@@ -120,6 +120,15 @@ impl Gathering {
 }
 
 impl<'a> Gatherer<'a> {
+    /// Whether anybody waits for memory.
+    pub(crate) fn is_wanted(self) -> bool {
+        let shares = self.gathering.shares();
+        shares
+            .clients
+            .values()
+            .any(|share| !share.waiting.is_empty())
+    }
+
     /// Waits for so many bytes, which are no more than a request's, until `deadline` or until `is_over` says that
     /// nobody wants them any more: none then.
     pub(crate) fn take(
@@ -223,6 +232,7 @@ mod tests {
         let take = |client, bytes| gathering.of(client).take(bytes, soon(), || false);
         let first = take(&a, 3).expect("there is room");
         assert!(take(&a, 2).is_none(), "its share is 4");
+        assert!(!gathering.of(&a).is_wanted(), "who gave up wants nothing");
         let second = take(&b, 4).expect("there is room");
         assert!(take(&c, 2).is_none(), "1 is left");
         drop(first);
@@ -240,6 +250,7 @@ mod tests {
         thread::scope(|scope| {
             let waiting = scope.spawn(|| gathering.of(&a).take(4, some_day(), || false).is_some());
             wait_for(&gathering, 1);
+            assert!(gathering.of(&b).is_wanted());
             assert!(gathering.of(&b).take(4, soon(), || false).is_some());
             drop(held);
             assert!(waiting.join().expect("no panic"));

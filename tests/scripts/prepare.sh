@@ -42,18 +42,30 @@ echo "prepare: installing$missing"
 export DEBIAN_FRONTEND=noninteractive
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
+# apt ends by itself when interrupted, which bash takes for a failure to try again after.
+trap 'exit 130' INT TERM
 # Another apt may be at work, as it is after a boot, or a mirror be away for a moment.
 patient="-o DPkg::Lock::Timeout=600 -o Acquire::Retries=5"
 insist() { # COMMAND…: some times, with pauses
   local pause
-  for pause in 5 15 45 0; do
+  for pause in 5 15 45; do
     "$@" >"$log" 2>&1 && return
+    echo "prepare: '$*' failed ($(tail -n 1 "$log")); trying again in $pause s" >&2
     sleep "$pause"
+  done
+  "$@" >"$log" 2>&1
+}
+configure() { # what an interrupted run has left half configured; dpkg itself waits for no other
+  local turn
+  for turn in {1..120}; do
+    LC_ALL=C dpkg --configure -a >"$log" 2>&1 && return
+    grep -q 'locked by another process' "$log" || return 1
+    [ "$turn" != 1 ] || echo "prepare: waiting for another dpkg to end" >&2
+    sleep 5
   done
   return 1
 }
-# An interrupted run may have left packages half configured.
-insist dpkg --configure -a || { cat "$log" >&2; fail "dpkg --configure -a failed"; }
+configure || { cat "$log" >&2; fail "dpkg --configure -a failed"; }
 # What some sources alone did not give may do, as where one of them is gone for good.
 # shellcheck disable=SC2086
 insist apt-get $patient -o APT::Update::Error-Mode=any update -q || apt-get $patient update -q >"$log" 2>&1 \

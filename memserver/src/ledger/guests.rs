@@ -130,10 +130,11 @@ impl Account {
 
     /// Whether the session of somebody else may keep the caller out at all.
     fn bars(&self, caller: &Caller<'_>, now: BootTime) -> bool {
-        self.session.name == *caller.name
-            || self.reserved_bytes > 0
-            || self.session.slab_count() > 0
-            || now < self.settled_at
+        self.session.name == *caller.name || self.has_anything() || now < self.settled_at
+    }
+
+    fn has_anything(&self) -> bool {
+        self.reserved_bytes > 0 || self.session.slab_count() > 0
     }
 
     /// Whether the caller, who is another, may take this session's place.
@@ -150,6 +151,10 @@ impl Account {
         }
         if self.session.name != *caller.name || self.control.is_some() {
             let ends = self.renewed_at.after(*lease_timeout);
+            let ends = match self.session.name != *caller.name && !self.has_anything() {
+                true => ends.min(self.settled_at),
+                false => ends,
+            };
             return Err(Refusal::SessionTaken {
                 vm,
                 ends_in_s: ends.since(BootTime::now()).as_secs() + 1,

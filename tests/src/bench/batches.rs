@@ -121,7 +121,8 @@ fn note(session: &mut Session, what: &str, done: &Done) {
 fn times(count: usize, server: u32, mut batch: impl FnMut() -> Result<()>) -> Result<Done> {
     // Buffers grow at first.
     batch()?;
-    let (client, serving) = (ThreadUsage::now()?, process_cpu(server)?);
+    let serving = process_cpu(server)?;
+    let client = ThreadUsage::now()?;
     let began = Instant::now();
     for _ in 0..count {
         batch()?;

@@ -41,7 +41,7 @@ pub use supervisor::supervise;
 use crate::engine::table::State;
 use crate::far_disk::{self, DiskTable, FarDisk, FarDiskConfig};
 use crate::handover::Powers;
-use crate::handover::powers::Errand;
+use crate::handover::powers::{self, Errand};
 use crate::pager::{self, Orphan, PagerConfig, PreparedPager};
 use crate::remote::{RemoteConfig, Timing};
 use guest::GuestDoor;
@@ -144,7 +144,9 @@ pub fn run(flags: Flags) -> anyhow::Result<()> {
         .inspect_err(|error| leave_reason(&likely, error))?;
     surroundings::prepare();
     let dir = RunDir::create(&config.dir)?;
-    let doors = Doors::make(&dir)?;
+    let knows_made = config.supervisor.is_none() || powers::knows_folios();
+    let doors = Doors::make(&dir, knows_made)
+        .inspect_err(|error| dir.note_error(&with_causes(error.as_ref())))?;
     let powers = match config.supervisor {
         None => Powers::default(),
         // Before there is any thread but this.
@@ -177,9 +179,10 @@ struct Doors {
 }
 
 impl Doors {
-    fn make(dir: &RunDir) -> anyhow::Result<Self> {
+    /// A supervisor that knows of no large folios knows sockets by their names alone.
+    fn make(dir: &RunDir, knows_made: bool) -> anyhow::Result<Self> {
         Ok(Self {
-            vhost: dir.make_vhost()?,
+            vhost: dir.make_vhost(knows_made)?,
             control: dir.make_control()?,
         })
     }

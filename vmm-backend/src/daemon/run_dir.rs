@@ -27,8 +27,7 @@ pub(super) struct Door {
 }
 
 impl Door {
-    fn make(name: PathBuf) -> anyhow::Result<Self> {
-        let made = made_as(&name);
+    fn make(name: PathBuf, made: PathBuf) -> anyhow::Result<Self> {
         remove_file(&made)?;
         let listen = || {
             let listener = UnixListener::bind(&made)?;
@@ -128,9 +127,14 @@ impl RunDir {
         made_as(&self.vhost_socket())
     }
 
-    /// The socket for QEMU.
-    pub(super) fn make_vhost(&self) -> anyhow::Result<Door> {
-        Door::make(self.vhost_socket())
+    /// The socket for QEMU. To a supervisor that `knows_made` names, a socket is known by the one it was made with.
+    pub(super) fn make_vhost(&self, knows_made: bool) -> anyhow::Result<Door> {
+        let name = self.vhost_socket();
+        let made = match knows_made {
+            true => made_as(&name),
+            false => name.clone(),
+        };
+        Door::make(name, made)
     }
 
     /// Makes the socket for QEMU that user's: nobody else may connect.
@@ -146,7 +150,9 @@ impl RunDir {
 
     /// The socket for `outram tune` and `outram status`: root's alone.
     pub(super) fn make_control(&self) -> anyhow::Result<Door> {
-        Door::make(self.path.join("control.sock"))
+        let name = self.path.join("control.sock");
+        let made = made_as(&name);
+        Door::make(name, made)
     }
 
     /// Leaves a reason where the hook and `outram status` find it.

@@ -40,7 +40,7 @@ pub(crate) const OPEN_FILES: &str = "OUTRAM_LOOKS_AT_OPEN_FILES";
 pub(crate) const FOLIOS: &str = "folios";
 
 /// Whether the supervisor knows [`Errand::LargeFolios`]; see [`OPEN_FILES`].
-pub(super) fn knows_folios() -> bool {
+pub(crate) fn knows_folios() -> bool {
     std::env::var_os(OPEN_FILES).is_some_and(|known| known == FOLIOS)
 }
 

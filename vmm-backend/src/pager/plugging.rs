@@ -284,8 +284,9 @@ impl Pager {
             return Ok(Vec::new());
         }
         self.send_off(&mappings);
-        let gone = self.finish_leaving();
+        // Before that, for what has left is told of once.
         self.forget_aside()?;
+        let gone = self.finish_leaving();
         for mapping in mappings {
             self.look_at(mapping);
         }
@@ -363,7 +364,10 @@ impl Pager {
             return None;
         }
         if let Err(refused) = host_requirements() {
-            self.note_large_folios(seen, true);
+            // Not where it could not be seen: that is looked at again, and what has come by then is looked for.
+            if matches!(refused, Refusal::SharedThp { .. }) {
+                self.note_large_folios(seen, true);
+            }
             seen.folios = Folios::NotKnown;
             return Some(refused.to_string());
         }
