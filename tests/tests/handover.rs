@@ -16,6 +16,8 @@ use serde_json::json;
 use small::{PATIENCE, Socket, descriptors, device, options, small_vmm};
 
 const NOBODY: u32 = 65534;
+/// So long a hand-over that failed waits for the VMM's end, to tell whether that is why.
+const ENDING: Duration = Duration::from_secs(1);
 
 fn only(way: Way) -> Result<Options> {
     Ok(Options {
@@ -269,20 +271,25 @@ fn a_vmm_killed_meanwhile_is_reported_as_gone() -> Result<()> {
         let (stream, vmm) = socket.accept()?;
         let killer = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_micros(round * 150));
-            small.kill()
+            let killed = Instant::now();
+            small.kill().map(|()| killed.elapsed())
         });
         let options = options()?;
         let started = Instant::now();
-        match take(&vmm, &stream, 64, &options) {
+        let taken = take(&vmm, &stream, 64, &options);
+        let (took, has_ended) = (started.elapsed(), vmm.has_ended());
+        let ending = killer.join().expect("no panic")?;
+        match taken {
             Ok(_) => {}
             // Whichever step met its end.
             Err(HandoverError::VmmGone { .. }) => gone += 1,
-            Err(HandoverError::Fetch { .. }) if vmm.has_ended() => gone += 1,
-            Err(error) if vmm.has_ended() => panic!("an unclear error: {error}"),
+            Err(HandoverError::Fetch { .. }) if has_ended => gone += 1,
+            // It was killed, and had no processor to end on in time.
+            Err(_) if ending > ENDING => {}
+            Err(error) if has_ended => panic!("an unclear error: {error}"),
             Err(error) => return Err(error.into()),
         }
-        assert!(started.elapsed() < options.timeout);
-        killer.join().expect("no panic")?;
+        assert!(took < options.timeout);
     }
     assert!(gone > 0, "the kill never came in time");
     Ok(())
@@ -474,8 +481,8 @@ fn a_sandboxed_qemu_hands_over_and_boots_from_the_disk() -> Result<()> {
     let (disk, ram) = device(vmm, 64)?;
     let counted = Arc::clone(&disk);
     let serving = std::thread::spawn(move || disk.serve(stream));
-    // The firmware looks for something to boot on the disk.
-    let deadline = Instant::now() + PATIENCE;
+    // The firmware looks for something to boot on the disk; emulated, beside other guests, it takes its time.
+    let deadline = Instant::now() + 5 * PATIENCE;
     while counted.counters().requests == 0 {
         ensure!(qemu.0.try_wait()?.is_none(), "QEMU ended");
         ensure!(Instant::now() < deadline, "the firmware read nothing");

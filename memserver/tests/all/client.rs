@@ -357,12 +357,18 @@ pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
 
 /// The server's metrics as text.
 pub fn scrape(address: SocketAddr) -> String {
+    // A scraper that stands still for a while is left without an answer.
+    let page = (0..5).find_map(|_| scrape_once(address));
+    page.expect("answered")
+}
+
+fn scrape_once(address: SocketAddr) -> Option<String> {
     let mut socket = TcpStream::connect(address).expect("the page is served");
     let request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
-    socket.write_all(request).expect("sent");
     let mut page = String::new();
-    socket.read_to_string(&mut page).expect("answered");
-    page
+    let sent = socket.write_all(request);
+    let answered = sent.and_then(|()| socket.read_to_string(&mut page));
+    matches!(answered, Ok(1..)).then_some(page)
 }
 
 /// The value of one line of the metrics.

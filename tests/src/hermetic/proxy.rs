@@ -70,8 +70,16 @@ pub struct Proxy {
 impl Proxy {
     /// Listens at `address` and forwards to `target`.
     pub fn start(address: &str, target: &str) -> Result<Self> {
-        let listener =
-            TcpListener::bind(address).with_context(|| format!("listening at {address}"))?;
+        let listener = TcpListener::bind(address);
+        Self::on(
+            listener.with_context(|| format!("listening at {address}"))?,
+            target,
+        )
+    }
+
+    /// The same where somebody listens already.
+    fn on(listener: TcpListener, target: &str) -> Result<Self> {
+        let address = listener.local_addr()?.to_string();
         let shared = Arc::new(Shared::default());
         let (for_thread, target) = (Arc::clone(&shared), target.to_owned());
         std::thread::spawn(move || {
@@ -79,10 +87,7 @@ impl Proxy {
                 accept(client, &target, &for_thread);
             }
         });
-        Ok(Self {
-            address: address.to_owned(),
-            shared,
-        })
+        Ok(Self { address, shared })
     }
 
     /// Cuts every connection that stands; new ones are served again.
@@ -364,30 +369,36 @@ impl Shared {
         self.withheld.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Does to a reply what is to be done to replies, if anything can be; what was done.
+    /// Does to a reply what is to be done to replies, if anything can be; what was done. Of several pages that come
+    /// together it is done to the first, which somebody waits for.
     fn meddle(&self, extents: &[Extent], payload: &mut [u8]) -> Option<Mischief> {
         let mut orders = lock(&self.orders);
         if orders.replies == 0 {
             return None;
         }
         let written = lock(&self.written);
-        let [extent] = extents else { return None };
-        if orders.is_for_one && *orders.place.get_or_insert(*extent) != *extent {
-            return None;
-        }
+        let mut read = extents.iter().flat_map(|extent| read_alone(*extent));
+        let mut start = 0;
+        let extent = read.find(|extent| {
+            let is_it = orders.place.is_none_or(|place| place == *extent);
+            start += if is_it { 0 } else { extent.length as usize };
+            is_it
+        })?;
+        orders.place = orders.is_for_one.then_some(extent);
+        let bytes = payload.get_mut(start..start + extent.length as usize)?;
         match orders.mischief {
-            Mischief::Flip => payload[0] ^= 0x10,
+            Mischief::Flip => bytes[0] ^= 0x10,
             Mischief::Replay => {
-                let versions = written.get(extent)?;
+                let versions = written.get(&extent)?;
                 let [earlier, _] = versions.as_slice() else {
                     return None;
                 };
-                payload.copy_from_slice(earlier);
+                bytes.copy_from_slice(earlier);
             }
             Mischief::Swap => {
-                let like = |other: &&Extent| *other != extent && other.length == extent.length;
+                let like = |other: &&Extent| **other != extent && other.length == extent.length;
                 let other = written.keys().find(like)?;
-                payload.copy_from_slice(written[other].last()?);
+                bytes.copy_from_slice(written[other].last()?);
             }
             Mischief::Truncate | Mischief::Delay => {}
         }
@@ -410,12 +421,10 @@ mod tests {
                 std::thread::spawn(move || std::io::copy(&mut from, &mut to));
             }
         });
-        let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let address = free.local_addr().expect("bound").to_string();
-        drop(free);
-        let proxy = Proxy::start(&address, &target).expect("starts");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let proxy = Proxy::on(listener, &target).expect("starts");
         for _ in 0..2 {
-            let mut client = TcpStream::connect(&address).expect("connects");
+            let mut client = TcpStream::connect(&proxy.address).expect("connects");
             client.write_all(b"hello").expect("sends");
             let mut back = [0; 5];
             client.read_exact(&mut back).expect("comes back");

@@ -1,7 +1,7 @@
 //! A memory server process, on the private host or wherever a test says.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::command::wait_for;
+use super::command::{COMMAND, wait_for};
 use super::host::{Host, PKI};
 
 /// Log of servers on the private host.
@@ -174,21 +174,17 @@ impl MemServer {
     fn wait_ready(&mut self) -> Result<()> {
         let (child, log) = (&mut self.child, &self.log);
         let listens = |address: &str| TcpStream::connect(address).is_ok();
-        wait_for(
-            "the memory server to listen",
-            Duration::from_secs(60),
-            || {
-                if let Some(status) = child.try_wait()? {
-                    bail!(
-                        "the memory server ended with {status}; see {}",
-                        log.display()
-                    );
-                }
-                // Scrapers are answered after clients are.
-                let is_ready = listens(&self.address) && listens(&self.metrics);
-                Ok(is_ready.then_some(()))
-            },
-        )
+        wait_for("the memory server to listen", COMMAND, || {
+            if let Some(status) = child.try_wait()? {
+                bail!(
+                    "the memory server ended with {status}; see {}",
+                    log.display()
+                );
+            }
+            // Scrapers are answered after clients are.
+            let is_ready = listens(&self.address) && listens(&self.metrics);
+            Ok(is_ready.then_some(()))
+        })
     }
 }
 
@@ -215,19 +211,39 @@ fn spawn(program: &Path, arguments: &[String], log: &Path) -> Result<Child> {
         .with_context(|| format!("{} could not be run", program.display()))
 }
 
+/// Attempts to read the metrics: a scraper that stands still for seconds is left without an answer.
+const ATTEMPTS: usize = 5;
+
 /// What is answered to scrapers at `address`.
 fn scrape(address: &str) -> Result<String> {
-    let mut socket =
-        TcpStream::connect(address).with_context(|| format!("metrics at {address}"))?;
-    socket.set_read_timeout(Some(Duration::from_secs(60)))?;
+    let mut last = String::new();
+    for _ in 0..ATTEMPTS {
+        let mut socket =
+            TcpStream::connect(address).with_context(|| format!("metrics at {address}"))?;
+        socket.set_read_timeout(Some(Duration::from_secs(60)))?;
+        last = match ask(&mut socket, address) {
+            Ok(answer) => answer,
+            Err(error) if has_hung_up(&error) => continue,
+            Err(error) => return Err(error.into()),
+        };
+        if let Some((_, body)) = last.split_once("\r\n\r\n") {
+            return Ok(body.to_owned());
+        }
+    }
+    bail!("no HTTP answer from the metrics address: {last}");
+}
+
+fn ask(socket: &mut TcpStream, address: &str) -> io::Result<String> {
     let request = format!("GET /metrics HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
     socket.write_all(request.as_bytes())?;
     let mut answer = String::new();
     socket.read_to_string(&mut answer)?;
-    let Some((_, body)) = answer.split_once("\r\n\r\n") else {
-        bail!("no HTTP answer from the metrics address: {answer}");
-    };
-    Ok(body.to_owned())
+    Ok(answer)
+}
+
+fn has_hung_up(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset};
+    matches!(error.kind(), BrokenPipe | ConnectionReset)
 }
 
 /// Sum of the samples of one metric of the server that answers scrapers at `address`.

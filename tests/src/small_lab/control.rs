@@ -9,6 +9,10 @@ use outram_wire::control::{
 };
 
 use super::LONG;
+use crate::hermetic::command::wait_for;
+
+/// What a refusal says where a server did not answer, which may be for a moment: its machine or ours was busy.
+const NOT_NOW: [&str; 2] = ["out of reach", "did not answer in time"];
 
 /// A connection to a backend's control socket.
 pub struct Control(UnixStream);
@@ -28,12 +32,16 @@ impl Control {
         read_frame(&mut self.0)?.context("the backend closed the connection")
     }
 
-    /// Asks something that must be done.
+    /// Asks something that must be done: again where it is refused for a server that did not answer.
     pub fn order(&mut self, request: Request) -> Result<()> {
-        match self.ask(request)? {
-            Reply::Done => Ok(()),
-            other => bail!("not done: {other:?}"),
-        }
+        let is_for_now = |why: &str| NOT_NOW.iter().any(|words| why.contains(words));
+        wait_for("servers to be in reach", LONG, || {
+            match self.ask(request.clone())? {
+                Reply::Done => Ok(Some(())),
+                Reply::Refused(why) if is_for_now(&why) => Ok(None),
+                other => bail!("{request:?} is not done: {other:?}"),
+            }
+        })
     }
 
     /// Has the backend replaced by another; it may end before all of its answer is read.

@@ -10,8 +10,10 @@ use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use outram_backend::crash_points::Point;
+use outram_backend::engine::budget::Budget;
 use outram_wire::control::{Phase, Reply, Request, Status};
 use outram_wire::granularity::Granularity;
+use outram_wire::limits::Sizes;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
 use outram_wire::tuning::Tuning;
@@ -24,6 +26,12 @@ use super::{LEAST, LEAST_HUGE, LONG, Lab, PAGE, WHILE};
 use crate::hermetic::command::{wait_answer, wait_for};
 use crate::hermetic::server::MemServer;
 use crate::small_vmm::client::{Plan, SmallVmm};
+
+/// Pages that a vCPU writes or reads by one command: few enough to be there in time where each takes milliseconds.
+const PART: u64 = 1_000;
+
+/// Between two looks at a guest that is to have come to rest.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
 
 /// A guest as a test wants it.
 #[derive(Clone, Debug)]
@@ -306,18 +314,20 @@ impl Guest {
 
     /// Sets a limit in bytes.
     pub fn tune(&self, bytes: u64) -> Result<()> {
-        match self.ask(Request::Tune(Limit::LocalBytes(bytes)))? {
-            Reply::Done => Ok(()),
-            other => bail!("not tuned to {bytes}: {other:?}"),
-        }
+        self.order(Request::Tune(Limit::LocalBytes(bytes)))
     }
 
     /// Has its memory moved so.
     pub fn set_tuning(&self, tuning: Tuning) -> Result<()> {
-        match self.ask(Request::SetTuning(tuning))? {
-            Reply::Done => Ok(()),
-            other => bail!("{tuning:?}: {other:?}"),
-        }
+        self.order(Request::SetTuning(tuning))
+    }
+
+    /// See [`Control::order`].
+    fn order(&self, request: Request) -> Result<()> {
+        let done = self
+            .control()
+            .and_then(|mut control| control.order(request));
+        done.with_context(|| self.log())
     }
 
     /// Has so much of its memory moved at a time.
@@ -366,9 +376,33 @@ impl Guest {
         })
     }
 
-    /// Waits until nothing is on its way to a server.
+    /// Waits until nothing is on its way to a server, nor about to be: who waited for a page goes on before its shard
+    /// looks what has to leave for it.
     pub fn settle(&self) -> Result<Status> {
-        self.wait_status("write-back to end", |status| status.staged_bytes == 0)
+        let look_twice = || {
+            let before = self.status()?;
+            std::thread::sleep(BETWEEN_LOOKS);
+            anyhow::Ok([before, self.status()?])
+        };
+        let is_idle = |status: &Status| status.staged_bytes == 0 && !self.is_pressed(status);
+        let moved = |status: &Status| {
+            let counters = &status.counters;
+            (counters.evicted_pages, counters.writeback_pages)
+        };
+        let is_at_rest = |[before, now]: &[Status; 2]| {
+            is_idle(before) && is_idle(now) && moved(before) == moved(now)
+        };
+        let looks = wait_answer("write-back to end", LONG, look_twice, is_at_rest);
+        let [_, now] = looks.with_context(|| self.log())?;
+        Ok(now)
+    }
+
+    /// Whether so much of it is resident that some has to leave.
+    fn is_pressed(&self, status: &Status) -> bool {
+        let sizes = Sizes::of(status.limit_bytes, status.ram_bytes, self.page_size);
+        let budget = Budget::new(sizes.budget_pages, self.page_size);
+        budget.force(status.resident_bytes / self.page_size.bytes());
+        budget.is_pressed()
     }
 
     /// Sends a vCPU to work without waiting for it.
@@ -398,15 +432,19 @@ impl Guest {
 
     /// Writes every page of a stretch anew.
     pub fn fill(&mut self, page: u64, pages: u64) -> Result<()> {
-        self.command(0, "fill", json!({"page": page, "pages": pages}))?;
+        for (page, pages) in parts(page, pages) {
+            self.command(0, "fill", json!({"page": page, "pages": pages}))?;
+        }
         Ok(())
     }
 
     /// Reads every page of a stretch and demands that all are right.
     pub fn verify(&mut self, page: u64, pages: u64) -> Result<()> {
-        let found = self.command(0, "verify", json!({"page": page, "pages": pages}))?;
-        demand_sound(&found)?;
-        ensure!(found["checked"] == pages, "not all were checked: {found}");
+        for (page, pages) in parts(page, pages) {
+            let found = self.command(0, "verify", json!({"page": page, "pages": pages}))?;
+            demand_sound(&found)?;
+            ensure!(found["checked"] == pages, "not all were checked: {found}");
+        }
         Ok(())
     }
 
@@ -468,6 +506,13 @@ impl Drop for Guest {
             let _ = self.backend.wait();
         }
     }
+}
+
+/// A stretch of pages in parts: the first page of each, and how many they are.
+fn parts(page: u64, pages: u64) -> impl Iterator<Item = (u64, u64)> {
+    let end = page + pages;
+    let firsts = (page..end).step_by(PART as usize);
+    firsts.map(move |first| (first, PART.min(end - first)))
 }
 
 fn merged(vcpu: usize, action: &str, mut command: Value) -> Value {

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -15,6 +15,9 @@ static HANDLED: AtomicU64 = AtomicU64::new(0);
 /// Pause between two rounds of signals: shorter than a fault takes, so that some meet each.
 const PAUSE: Duration = Duration::from_micros(50);
 
+/// How long the last of them may take to be handled.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 extern "C" fn note(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     HANDLED.fetch_add(1, Ordering::Relaxed);
 }
@@ -24,7 +27,7 @@ pub(super) fn catch() -> Result<()> {
     register_signal_handler(SIGRTMIN(), note).context("installing a signal handler")
 }
 
-/// Sends `count` signals to each thread.
+/// Sends `count` signals to each thread; returns once that many were handled, if they are within a minute.
 pub(super) fn bombard<'a>(
     threads: impl Iterator<Item = &'a JoinHandle<()>> + Clone,
     count: u64,
@@ -38,6 +41,10 @@ pub(super) fn bombard<'a>(
         }
         std::thread::sleep(PAUSE);
     }
-    let handled = HANDLED.load(Ordering::Relaxed) - before;
-    Ok(json!({"handled": handled, "refused": refused}))
+    let handled = || HANDLED.load(Ordering::Relaxed) - before;
+    let deadline = Instant::now() + PATIENCE;
+    while handled() < count && Instant::now() < deadline {
+        std::thread::sleep(PAUSE);
+    }
+    Ok(json!({"handled": handled(), "refused": refused}))
 }

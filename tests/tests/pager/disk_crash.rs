@@ -177,7 +177,7 @@ fn alone(lab: &Lab) -> Result<()> {
     let wish = wish(&addresses);
     let mut guest = started(lab, &wish)?;
     // Long enough that it goes on when the server is halted, on a crowded machine too.
-    let sent = load(&mut guest, 6.0, 5)?;
+    let sent = load(&mut guest, 30.0, 5)?;
     std::thread::sleep(Duration::from_millis(700));
     halt(&server)?;
     std::thread::sleep(Duration::from_millis(100));

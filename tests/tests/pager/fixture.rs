@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::server::MemServer;
+use serde_json::Value;
 
 pub(crate) use outram_tests::small_lab::{
     Control, Guest, LEAST, LEAST_HUGE, LONG, Lab, PAGE, SLAB, WHILE, Wish, certificates,
@@ -40,6 +41,21 @@ pub(crate) fn push_out(guest: &mut Guest, pages: Range<u64>, by: Range<u64>) -> 
         }
     }
     bail!("{there} of the pages {pages:?} are still there");
+}
+
+/// Has pages raced for until each of these was done more than so many times: by all races together, for on a loaded
+/// machine one may be over before all who take part have begun.
+pub(crate) fn race_until(guest: &mut Guest, race: &Value, done: &[&str], times: u64) -> Result<()> {
+    let mut counts = vec![0; done.len()];
+    let has_raced = wait_for("a race of all who take part", LONG, || {
+        let found = guest.command(0, "race", race.clone())?;
+        demand_sound(&found)?;
+        for (count, key) in counts.iter_mut().zip(done) {
+            *count += found[key].as_u64().unwrap_or(0);
+        }
+        Ok(counts.iter().all(|count| *count > times).then_some(()))
+    });
+    has_raced.with_context(|| format!("{done:?}: {counts:?}"))
 }
 
 /// A server whose memory can be changed while it runs.

@@ -158,7 +158,7 @@ fn attached(lab: &Lab) -> Result<()> {
             working.push(vmm.send(work)?);
         }
         let race = json!({"do": "race", "vcpu": 2, "page": 10_000, "pages": 6000, "writers": 2,
-            "readers": 1, "discarders": 2, "rounds": 8000});
+            "readers": 1, "discarders": 1, "rounds": 8000});
         working.push(vmm.send(race)?);
         Ok(())
     })?;
@@ -245,9 +245,19 @@ fn outage(lab: &Lab) -> Result<()> {
     let mut guest = Guest::start_on(lab, &server)?;
     guest.fill(0, PAGES)?;
     guest.settle()?;
-    let mut control = guest.control()?;
-    halt(&server)?;
-    control.order(Request::BringHome)?;
+    // One that has stood still for seconds is out of reach.
+    let mut control = wait_for("the way home to begin at once", LONG, || {
+        halt(&server)?;
+        let mut control = guest.control()?;
+        if matches!(control.ask(Request::BringHome)?, Reply::Done) {
+            return Ok(Some(control));
+        }
+        server.signal(Signal::SIGCONT)?;
+        guest.wait_status("the server to be back", |status| {
+            status.servers.iter().all(|server| server.connected)
+        })?;
+        Ok(None)
+    })?;
     let second = guest.ask(Request::BringHome)?;
     ensure!(
         matches!(&second, Reply::Refused(why) if why.contains("already")),

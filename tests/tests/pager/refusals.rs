@@ -2,10 +2,9 @@
 //! and nothing left mounted.
 
 use std::fs;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use outram_tests::hermetic::command::{Finished, run_within};
+use outram_tests::hermetic::command::{COMMAND, Finished, run_within};
 
 use crate::fixture::{Lab, demand_unmounted};
 
@@ -33,7 +32,7 @@ fn refuse(lab: &Lab, uuid: &str, more: &[&str]) -> Result<Finished> {
     arguments.extend(more.iter().map(|&word| word.to_owned()));
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let program = lab.program("outram-backend")?.display().to_string();
-    run_within(Duration::from_secs(30), &program, &words)
+    run_within(COMMAND, &program, &words)
 }
 
 /// Demands a refusal that says all of `words` in its one line, and what it leaves behind.

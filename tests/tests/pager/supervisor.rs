@@ -316,7 +316,7 @@ fn replaced(lab: &Lab) -> Result<()> {
     let servers = [server.address.as_str()];
     let wish = Wish {
         servers: &servers,
-        ram_mib: &[256],
+        ram_mib: &[512],
         ..wish()
     };
     let mut guest = Guest::start(lab, &wish)?;
@@ -337,7 +337,7 @@ fn replaced(lab: &Lab) -> Result<()> {
             guest.command(1, "touch", json!({"page": page, "pages": 1}))?;
             longest = longest.max(asked.elapsed());
             // There are so many only.
-            std::thread::sleep(Duration::from_micros(500));
+            std::thread::sleep(Duration::from_millis(2));
             if let Ok(now) = guest.control().and_then(|mut control| control.status()) {
                 status = now;
             }

@@ -18,7 +18,7 @@ use super::{RemoteConfig, Timing};
 
 pub(crate) const SLAB: u64 = 1 << 20;
 /// Long enough for a loaded machine; only what is broken takes so long.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 pub(crate) struct Pki {
     pub(crate) dir: tempfile::TempDir,

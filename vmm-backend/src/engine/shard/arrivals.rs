@@ -228,7 +228,10 @@ impl<P: Ports> Shard<P> {
         let unused = entry
             .slot
             .filter(|_| !keeps && matches!(how, Install::Done | Install::Exists));
+        // Half of staging is for what leaves, or nothing does that they could all go on with.
+        let staging = &self.shared.staging;
         if how == Install::PoolEmpty
+            && staging.available() > staging.capacity() / 2
             && let Some(ticket) = self.staging_slot()
         {
             // Its bytes need not come over the wire again.

@@ -105,6 +105,38 @@ fn staging_that_comes_free_is_told_to_shards_that_lack_it() {
 }
 
 #[test]
+fn who_waits_for_the_hosts_pool_leaves_staging_to_what_makes_room_there() {
+    const AWAY: [u32; 4] = [10, 20, 30, 40];
+    let mut bench = Bench::of(0, &shared(100, AWAY.len() as u32));
+    for page in AWAY {
+        bench.store_remotely(page, page as u8);
+    }
+    bench.keeps_spares = true;
+    for page in 60..66 {
+        bench.touch(page, 1);
+    }
+    bench.world().pool_is_empty = true;
+    for page in AWAY {
+        bench.fault(page, READ);
+    }
+    bench.answer_together();
+    for _ in 0..20 {
+        if !bench.world().orders.is_empty() {
+            let write = bench.start_write();
+            bench.end_write(write);
+        }
+    }
+    assert!(!bench.world().runs.is_empty(), "none of its pages goes");
+    let run = bench.world().runs.remove(0);
+    bench.world().pool_is_empty = false;
+    bench.end_run(run);
+    bench.answer_all();
+    for page in AWAY {
+        assert_eq!(bench.read(page), Some(bytes(page as u8)));
+    }
+}
+
+#[test]
 fn alerts_end_where_nothing_can_be_done() {
     let shared = shared(100, 4);
     let mut bench = Bench::of(0, &shared);
