@@ -398,6 +398,14 @@ mod tests {
         (listener, Lender::new(dir, None))
     }
 
+    /// The same, and a pager's socket to it.
+    fn lent(dir: &Path) -> (UnixListener, Lender, OwnedFd) {
+        let (listener, lender) = listen(dir);
+        let (ours, theirs) = powers::pair().expect("a socket");
+        lender.lend(theirs).expect("a thread");
+        (listener, lender, ours)
+    }
+
     fn maps(brought: Brought) -> String {
         let descriptor = brought.1.into_iter().next().expect("a file");
         std::io::read_to_string(fs::File::from(descriptor)).expect("readable")
@@ -480,9 +488,7 @@ mod tests {
     #[test]
     fn a_pager_has_few_sockets_and_they_end_with_it() {
         let root = tempfile::tempdir().expect("a folder");
-        let (_listener, lender) = listen(root.path());
-        let (first, theirs) = powers::pair().expect("a socket");
-        lender.lend(theirs).expect("a thread");
+        let (_listener, lender, first) = lent(root.path());
         let mut lines = Vec::new();
         loop {
             match ask(&first, &Errand::Line) {
@@ -505,9 +511,7 @@ mod tests {
     #[test]
     fn an_errand_of_a_later_build_is_answered_and_the_next_is_run() {
         let root = tempfile::tempdir().expect("a folder");
-        let (_listener, lender) = listen(root.path());
-        let (ours, theirs) = powers::pair().expect("a socket");
-        lender.lend(theirs).expect("a thread");
+        let (_listener, _lender, ours) = lent(root.path());
         for errand in ["\"no-such-errand\"", "{\"kill\":7}", "\"kill\""] {
             let asked: serde_json::Value = serde_json::from_str(errand).expect("JSON");
             let (answer, _) = ask(&ours, &asked);
