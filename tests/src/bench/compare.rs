@@ -15,10 +15,16 @@ pub enum Verdict {
     Better,
     /// The other way round.
     Worse,
+    /// One of the two has but one value, which does not tell what noise is.
+    OneRound,
 }
 
 /// What became of a number.
 pub fn judge(before: &Ratio, after: &Ratio) -> Verdict {
+    let is_single = before.value.runs < 2 || after.value.runs < 2;
+    if is_single && !before.is_counted() {
+        return Verdict::OneRound;
+    }
     if !before.value.is_apart_from(&after.value) {
         return Verdict::Alike;
     }
@@ -59,6 +65,14 @@ fn write(out: &mut String, before: &Results, after: &Results) -> std::fmt::Resul
             differ.join(", ")
         )?;
     }
+    for (which, results) in [("first", before), ("second", after)] {
+        if results.is_unfinished {
+            writeln!(
+                out,
+                "The {which} is UNFINISHED: what was measured until it ended."
+            )?;
+        }
+    }
     writeln!(
         out,
         "First: Outram {}; second: Outram {}.",
@@ -79,6 +93,7 @@ fn write(out: &mut String, before: &Results, after: &Results) -> std::fmt::Resul
             Verdict::Alike => "",
             Verdict::Better => "  better",
             Verdict::Worse => "  WORSE",
+            Verdict::OneRound => "  one round: no verdict",
         };
         let (first, second) = (ratio.value.median, other.value.median);
         let title = format!("{}: {}", ratio.group, ratio.name);
@@ -105,6 +120,7 @@ fn same<'a>(ratios: &'a [Ratio], ratio: &Ratio) -> Option<&'a Ratio> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ratios::by_lru;
     use super::super::statistics::Spread;
     use super::*;
 
@@ -132,6 +148,32 @@ mod tests {
     }
 
     #[test]
+    fn one_round_judges_nothing_but_what_is_counted() {
+        let verdict = |name: &str, before: &[f64], after: &[f64]| {
+            judge(&ratio(name, before, true), &ratio(name, after, true))
+        };
+        assert_eq!(verdict("x", &[1.0], &[1.001]), Verdict::OneRound);
+        assert_eq!(verdict("x", &[1.0, 1.1], &[9.0]), Verdict::OneRound);
+        assert_eq!(verdict("x", &[1.0], &[9.0, 9.1]), Verdict::OneRound);
+        assert_eq!(verdict("x", &[1.0, 1.1], &[9.0, 9.1]), Verdict::Worse);
+        assert_eq!(verdict(&by_lru(0.5), &[1.0], &[1.001]), Verdict::Worse);
+        assert_eq!(verdict(&by_lru(0.5), &[1.0], &[1.0]), Verdict::Alike);
+    }
+
+    #[test]
+    fn a_run_without_its_end_is_said_to_be_so() {
+        let other = Results {
+            is_unfinished: true,
+            ..Results::default()
+        };
+        let whole = Results::default();
+        let said = text(&whole, &other);
+        assert!(said.contains("The second is UNFINISHED"), "{said}");
+        assert!(!said.contains("The first is"), "{said}");
+        assert!(!text(&whole, &whole).contains("UNFINISHED"));
+    }
+
+    #[test]
     fn what_was_measured_otherwise_is_said() {
         let other = Results {
             arguments: vec!["run".into(), "--delay".into()],
@@ -148,16 +190,19 @@ mod tests {
             ..Results::default()
         };
         let before = of(vec![
-            ratio("kept", &[2.0], true),
+            ratio("kept", &[2.0, 2.0], true),
+            ratio("once", &[2.0], true),
             ratio("gone", &[1.0], true),
         ]);
         let after = of(vec![
             ratio("new", &[1.0], true),
-            ratio("kept", &[3.0], true),
+            ratio("kept", &[3.0, 3.0], true),
+            ratio("once", &[3.0], true),
         ]);
         let text = text(&before, &after);
         assert!(!text.contains("Different"), "{text}");
         assert!(text.contains("+50.0%  WORSE"), "{text}");
+        assert!(text.contains("+50.0%  one round: no verdict"), "{text}");
         assert!(text.contains("only in the first: paging: gone"), "{text}");
         assert!(text.contains("only in the second: paging: new"), "{text}");
     }

@@ -249,18 +249,19 @@ impl<'a> Contest<'a> {
         let patience = session.settings.patience;
         let work = |guest: &mut Guest, phase: &str| -> Result<serde_json::Value> {
             let answer = task.command(&mut guest.vmm, phase, patience);
-            let answer = answer.map_err(|error| error.context(guest.log()))?;
-            // Inputs that are still on their way out would be measured with the run.
-            guest.settle()?;
-            Ok(answer)
+            answer.map_err(|error| error.context(guest.log()))
         };
         let times = if local < 1.0 { 1 } else { LOCAL_TIMES };
         let meters = [Meter::of(&guest)];
         let bill = || Bill::now(session.server.pid(), &meters);
         let run = baseline::median(times, || {
             work(&mut guest, "prepare")?;
+            // Inputs that are still on their way out would be measured with the run.
+            guest.settle()?;
             let before = bill()?;
             let mut run = work(&mut guest, "run")?;
+            // Before anything is waited for: pages that leave later are not of its time, and to be asked how far
+            // that is costs the helper.
             let after = bill()?.only(&before, &run);
             run["counters"] = serde_json::to_value(rise(&before.counters[0], &after.counters[0])?)?;
             run["costs"] = serde_json::to_value(after.paging_costs(&before, guest.page_size()))?;

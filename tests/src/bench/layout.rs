@@ -57,6 +57,11 @@ impl Layout {
         Self::over(kind, &cpus)
     }
 
+    /// Whether pager and memory server have but one processor, and the same.
+    pub fn is_server_beside_pager(&self) -> bool {
+        self.pager.len() == 1 && self.pager == self.server
+    }
+
     fn over(kind: Kind, cpus: &[usize]) -> Result<Self> {
         let first = *cpus.first().context("there is no processor")?;
         let nth = |index: usize| vec![cpus[index.min(cpus.len() - 1)]];
@@ -141,20 +146,25 @@ mod tests {
     fn layouts_do_with_what_there_is() {
         let split = |cpus: &[usize]| Layout::over(Kind::Split, cpus).expect("processors");
         let one = split(&[4]);
+        assert!(one.is_server_beside_pager());
         assert_eq!(
             (one.vcpu, one.pager, one.server),
             (vec![4], vec![4], vec![4])
         );
         let two = split(&[0, 1]);
+        assert!(two.is_server_beside_pager());
         assert_eq!(
             (two.vcpu, two.pager, two.server),
             (vec![0], vec![1], vec![1])
         );
         let many = split(&[2, 3, 5, 7]);
+        assert!(!many.is_server_beside_pager());
         assert_eq!(
             (many.vcpu, many.pager, many.server),
             (vec![2], vec![3], vec![5])
         );
+        let free = Layout::over(Kind::Free, &[0, 1]).expect("processors");
+        assert!(!free.is_server_beside_pager(), "each may have its own");
         assert!(Layout::over(Kind::Free, &[]).is_err());
         assert!("diagonal".parse::<Kind>().is_err());
     }

@@ -23,6 +23,9 @@ pub struct Machine {
     pub kernel: String,
     /// Which processors ran what.
     pub layout: String,
+    /// Whether the pager shared its one processor with the memory server.
+    #[serde(default)]
+    pub is_server_beside_pager: bool,
     /// How busy it was with other things before: processes that ran or wanted to, in the last minute.
     pub load: String,
     /// Version of Outram, and how it was built.
@@ -75,6 +78,7 @@ impl Machine {
             memory_bytes: kib << 10,
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
             layout: layout.to_string(),
+            is_server_beside_pager: layout.is_server_beside_pager(),
             load: read("/proc/loadavg")
                 .split(' ')
                 .next()

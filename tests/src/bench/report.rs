@@ -26,8 +26,12 @@ pub fn short(value: f64) -> String {
 
 /// A median, the least and the most.
 pub fn spread(spread: &Spread) -> String {
-    let ends = format!("{} … {}", short(spread.low), short(spread.high));
-    format!("{:>10}   {ends}", short(spread.median))
+    format!("{:>10}   {}", short(spread.median), ends(spread))
+}
+
+/// The least and the most.
+fn ends(spread: &Spread) -> String {
+    format!("{} … {}", short(spread.low), short(spread.high))
 }
 
 /// All of it.
@@ -84,7 +88,7 @@ fn write_head(out: &mut String, results: &Results) -> std::fmt::Result {
     writeln!(out, "Run as    bench {}", results.arguments.join(" "))?;
     writeln!(
         out,
-        "Run       {:.0} s; medians of rounds, least … most",
+        "Run       {:.0} s; medians of rounds, least … most, where nothing else is said",
         results.seconds
     )?;
     if results.is_unfinished {
@@ -100,8 +104,8 @@ fn write_head(out: &mut String, results: &Results) -> std::fmt::Result {
 fn write_paging(out: &mut String, results: &Results) -> std::fmt::Result {
     writeln!(
         out,
-        "\n{:<44}{:>9}{:>9}{:>9}{:>9}{:>9}",
-        "Latency (µs)", "p50", "p90", "p99", "p99.9", "max"
+        "\n{:<44}{:>9}{:>9}{:>9}{:>9}{:>9}   {:<20}p99 of rounds",
+        "Latency (µs), all rounds together", "p50", "p90", "p99", "p99.9", "max", "p50 of rounds"
     )?;
     for (name, found) in &results.distributions {
         let us = |ns: u64| short(ns as f64 / 1000.0);
@@ -113,7 +117,12 @@ fn write_paging(out: &mut String, results: &Results) -> std::fmt::Result {
             found.ns_max,
         ];
         let cells: String = cells.iter().map(|&ns| format!("{:>9}", us(ns))).collect();
-        writeln!(out, "  {name:<42}{cells}")?;
+        let rounds = |which: &str| {
+            let found = Spread::of(results.rounds(&format!("{name} {which}")));
+            found.map_or("-".to_owned(), |found| ends(&found))
+        };
+        let (p50, p99) = (rounds("p50"), rounds("p99"));
+        writeln!(out, "  {name:<42}{cells}   {p50:<20}{p99}")?;
     }
     writeln!(
         out,
@@ -215,7 +224,8 @@ fn title(series: &Series) -> String {
 fn write_costs(out: &mut String, results: &Results) -> std::fmt::Result {
     let columns = [
         ("rate", "pages/s"),
-        ("CPU of vCPU", "vCPU s/GiB"),
+        // All of its time: what the workload computes is no cost of paging, and cannot be told apart.
+        ("CPU of vCPU", "vCPU+work s/GiB"),
         ("CPU of helper", "helper s/GiB"),
         ("CPU of server", "server s/GiB"),
         (WIRE_PER_USEFUL, "wire/useful"),
@@ -225,9 +235,9 @@ fn write_costs(out: &mut String, results: &Results) -> std::fmt::Result {
         if std::mem::take(&mut is_first) {
             let headings: String = columns
                 .iter()
-                .map(|(_, head)| format!("{head:>14}"))
+                .map(|(_, head)| format!("{head:>16}"))
                 .collect();
-            let what = "Cost of pages that came or left";
+            let what = "Cost of pages that came or left, medians";
             writeln!(out, "\n{what:<40}{headings}")?;
         }
         let cell = |name: &str| {
@@ -241,7 +251,7 @@ fn write_costs(out: &mut String, results: &Results) -> std::fmt::Result {
         };
         let cells: String = columns
             .iter()
-            .map(|(name, _)| format!("{:>14}", cell(name)))
+            .map(|(name, _)| format!("{:>16}", cell(name)))
             .collect();
         writeln!(out, "  {:<38}{cells}", title(series))?;
     }
@@ -273,7 +283,7 @@ fn write_fault_latencies(out: &mut String, results: &Results) -> std::fmt::Resul
                 .iter()
                 .map(|(head, _)| format!("{head:>9}"))
                 .collect();
-            let what = "Remote faults in the helper (µs)";
+            let what = "Remote faults in the helper (µs), medians";
             writeln!(out, "\n{what:<44}{headings}")?;
         }
         let cell = |of: Percentile| {
@@ -322,7 +332,7 @@ fn write_targets(out: &mut String, results: &Results) -> std::fmt::Result {
             writeln!(out, "{:<46}{bound:>12}{:>10}   {verdict}", "", "-")?;
             continue;
         };
-        let ends = format!("{} … {}", short(found.low), short(found.high));
+        let ends = ends(found);
         let median = short(found.median);
         let floor = target.floor.as_ref();
         let floor = floor.map_or(String::new(), |floor| {
@@ -389,7 +399,10 @@ mod tests {
         };
         let rows: Vec<Vec<String>> = text.lines().map(words).collect();
         for row in [
+            "Cost of pages that came or left, medians pages/s vCPU+work s/GiB helper s/GiB server s/GiB \
+             wire/useful",
             "quicksort at 0.5 4321 - - - -",
+            "Remote faults in the helper (µs), medians p50 p90 p99 p99.9 max",
             "quicksort at 0.5 123 - 456 789 1000",
             "≥ 0.50 0.60 0.60 … 0.60 100 pages/s met",
             "≤ 1.05 - not measured in this run",
@@ -397,6 +410,24 @@ mod tests {
             assert!(rows.contains(&words(row)), "{row} is not in:\n{text}");
         }
         assert!(text.contains("UNFINISHED"), "{text}");
+    }
+
+    #[test]
+    fn latencies_have_the_spreads_of_their_rounds() {
+        let text = text(&sample());
+        let rows: Vec<String> = text
+            .lines()
+            .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+            .collect();
+        for row in [
+            "Latency (µs), all rounds together p50 p90 p99 p99.9 max p50 of rounds p99 of rounds",
+            "remote fault 0 0 0 0 9.00e-3 200 … 250 -",
+        ] {
+            assert!(
+                rows.iter().any(|found| found == row),
+                "{row} is not in:\n{text}"
+            );
+        }
     }
 
     #[test]

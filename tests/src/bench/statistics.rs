@@ -155,7 +155,7 @@ impl Spread {
         Self::of(&ratios)
     }
 
-    /// Whether the two have no value in common: then the difference is more than noise.
+    /// Whether the two have no value in common. Of single values, that says nothing.
     pub fn is_apart_from(&self, other: &Self) -> bool {
         self.high < other.low || other.high < self.low
     }
