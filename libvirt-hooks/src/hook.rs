@@ -31,7 +31,7 @@ use crate::backend_control::BackendControl;
 use crate::domain_xml::{DomainXml, DomainXmlError};
 use crate::host::{self, NoBackend, Paths};
 use crate::launch::{self, Launch, LaunchError};
-use crate::metadata::{self, MetadataError, NAMESPACE_MARK};
+use crate::metadata::{self, MetadataError, NAMESPACE_MARK, PROBE};
 use crate::page_size;
 use crate::refusal::{self, Refusal};
 use crate::shmem_thp::{self, HugeShmem};
@@ -172,6 +172,12 @@ pub fn note_arrival(xml: &[u8], paths: &Paths, incoming: Incoming) -> io::Result
 /// status'. libvirt tells whoever starts a domain, and nobody where that is itself, as the host boots.
 pub fn prepare_start(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
     prepare(xml, paths).inspect_err(|error| {
+        // By this, 'outram doctor' on another host asks whether the hook is called: there is no such guest.
+        if let HookError::Metadata(MetadataError::Element { found, .. }) = error
+            && found == PROBE
+        {
+            return;
+        }
         let Ok(domain) = DomainXml::parse(&String::from_utf8_lossy(xml)) else {
             return;
         };

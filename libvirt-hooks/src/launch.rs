@@ -441,6 +441,12 @@ pub fn is_abandoned(run_dir: &Path) -> bool {
     }
 }
 
+/// Whether a backend that does not listen died, and its supervisor starts it again. One that is being
+/// started for the first time, or ends, has no socket.
+pub fn is_recovering(run_dir: &Path) -> bool {
+    is_supervised(run_dir) && run_dir.join("control.sock").exists()
+}
+
 /// Whether nobody but [`start_again`] brings a backend back that gave this in place of an answer: all of it
 /// was killed; or its supervisor was, and its pager stands still, which a new supervisor ends.
 pub fn has_to_be_started_again(error: &ControlError, run_dir: &Path) -> bool {

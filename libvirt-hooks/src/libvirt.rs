@@ -11,7 +11,7 @@ use virt::domain::Domain;
 use virt::error::{Error, ErrorNumber};
 use virt::sys;
 
-use crate::metadata::{NAMESPACE, PREFIX};
+use crate::metadata::{NAMESPACE, PREFIX, PROBE};
 
 /// The environment variable that libvirt's tools take their URI from.
 pub const URI_VARIABLE: &str = "LIBVIRT_DEFAULT_URI";
@@ -169,7 +169,7 @@ const HOOKS_MARK: &str = "Outram: ";
 fn probe_xml(kind: &str, name: &str) -> String {
     format!(
         "<domain type='{kind}'><name>{name}</name>\
-         <metadata><{PREFIX}:probe xmlns:{PREFIX}='{NAMESPACE}'/></metadata>\
+         <metadata><{PREFIX}:{PROBE} xmlns:{PREFIX}='{NAMESPACE}'/></metadata>\
          <memory unit='MiB'>64</memory><vcpu>1</vcpu>\
          <os><type arch='x86_64'>hvm</type></os></domain>"
     )

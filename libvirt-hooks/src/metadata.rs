@@ -34,6 +34,10 @@ pub const NAMESPACE_MARK: &str = "outram.dev/";
 /// The prefix that we write.
 pub const PREFIX: &str = "outram";
 
+/// The element in place of settings by which a host is asked whether our hook is called there
+/// ([`crate::libvirt::look_at_destination`]): no version may come to know it.
+pub const PROBE: &str = "probe";
+
 /// What `outram attach` added to a domain beside the disk and the settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Addition {

@@ -8,6 +8,9 @@ use std::path::{Path, PathBuf};
 /// Where the kernel shows its settings.
 pub const SETTINGS: &str = "/sys/kernel/mm/transparent_hugepage";
 
+/// A file of that name is there for all, and one for each size.
+const SETTING: &str = "shmem_enabled";
+
 /// A setting that allows huge pages of shared memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -22,76 +25,112 @@ pub struct HugeShmem {
 }
 
 /// The settings below `settings` that allow huge pages; empty if none does or there are none.
+///
+/// The one above all sizes counts for those that inherit it, and on kernels that have no sizes to set
+/// (before Linux 6.11); 'deny' and 'force' count for all. The backend judges a host by the same rules at the
+/// hand-over (`handover/discover/host.rs` there): a start that passes here is not refused there.
 pub fn find(settings: &Path) -> Vec<HugeShmem> {
-    let top = settings.join("shmem_enabled");
-    let top_value = selected(&top);
-    let mut found = Vec::new();
-    let mut judge = |path: PathBuf, value: Option<String>| {
-        if let Some(value) = value
-            && !matches!(value.as_str(), "never" | "deny" | "inherit")
-        {
-            found.push(HugeShmem { path, value });
-        }
+    let path = settings.join(SETTING);
+    // A kernel without huge pages has none of it.
+    let Some(value) = selected(&path) else {
+        return Vec::new();
     };
-    // A size that inherits is as the top setting, which is judged by itself.
-    judge(top, top_value);
+    if value == "deny" {
+        return Vec::new();
+    }
+    let sizes = sizes(settings);
+    let counts = match value.as_str() {
+        "never" => false,
+        "force" => true,
+        _ => sizes.is_empty() || sizes.iter().any(|(_, size)| size == "inherit"),
+    };
+    let own = sizes
+        .into_iter()
+        .filter(|(_, size)| !matches!(size.as_str(), "never" | "inherit"));
+    let above = counts.then_some((path, value));
+    let allowing = above.into_iter().chain(own);
+    allowing
+        .map(|(path, value)| HugeShmem { path, value })
+        .collect()
+}
+
+/// The setting of each size, on kernels that have them.
+fn sizes(settings: &Path) -> Vec<(PathBuf, String)> {
     let entries = fs::read_dir(settings).into_iter().flatten().flatten();
-    let mut sizes: Vec<PathBuf> = entries
-        .map(|entry| entry.path())
-        .filter(|path| {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            name.starts_with("hugepages-")
+    let mut sizes: Vec<(PathBuf, String)> = entries
+        .filter(|entry| {
+            entry
+                .file_name()
+                .as_encoded_bytes()
+                .starts_with(b"hugepages-")
+        })
+        .filter_map(|entry| {
+            let path = entry.path().join(SETTING);
+            selected(&path).map(|value| (path, value))
         })
         .collect();
     sizes.sort();
-    for size in sizes {
-        let path = size.join("shmem_enabled");
-        let value = selected(&path);
-        judge(path, value);
-    }
-    found
+    sizes
 }
 
-/// The word in brackets.
+/// The word in brackets; none in a file is as a word that is not known.
 fn selected(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
-    let (_, rest) = text.split_once('[')?;
-    let (word, _) = rest.split_once(']')?;
-    Some(word.to_owned())
+    let word = text
+        .split_whitespace()
+        .find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
+    Some(word.unwrap_or_default().to_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn settings(top: &str, size: &str) -> tempfile::TempDir {
+    fn settings(above: &str, sizes: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("a directory");
-        fs::write(dir.path().join("shmem_enabled"), top).expect("written");
-        let size_dir = dir.path().join("hugepages-64kB");
-        fs::create_dir(&size_dir).expect("made");
-        fs::write(size_dir.join("shmem_enabled"), size).expect("written");
+        fs::write(dir.path().join(SETTING), above).expect("written");
+        for (index, size) in sizes.iter().enumerate() {
+            let size_dir = dir.path().join(format!("hugepages-{index}kB"));
+            fs::create_dir(&size_dir).expect("made");
+            fs::write(size_dir.join(SETTING), size).expect("written");
+        }
         dir
     }
 
+    /// The same cases, with the same verdicts, as the backend's test of this name, and some more.
     #[test]
-    fn off_is_off_for_all_sizes() {
-        let dir = settings(
-            "always within_size advise [never] deny force\n",
-            "always [inherit] within_size advise never\n",
-        );
-        assert_eq!(find(dir.path()), []);
-        assert_eq!(find(&dir.path().join("missing")), []);
+    fn only_never_and_deny_pass() {
+        let allowing = |above: &str, sizes: &[&str]| -> Vec<String> {
+            let found = find(settings(above, sizes).path());
+            found.into_iter().map(|huge| huge.value).collect()
+        };
+        let none: [&str; 0] = [];
+        assert_eq!(allowing("always advise [never] deny", &[]), none);
+        assert_eq!(allowing("[deny] force", &["[always] never"]), none);
+        assert_eq!(allowing("[never]", &["[inherit] never", "[never]"]), none);
+        assert_eq!(allowing("[advise] never", &[]), ["advise"]);
+        let inherited = allowing("[within_size] never", &["[inherit]"]);
+        assert_eq!(inherited, ["within_size"]);
+        assert_eq!(allowing("[within_size] never", &["[never]"]), none);
+        assert_eq!(allowing("[never]", &["inherit [always]"]), ["always"]);
+        assert_eq!(allowing("never [force]", &["[never]"]), ["force"]);
+        let several = allowing("[advise]", &["[inherit]", "[always]", "[inherit]"]);
+        assert_eq!(several, ["advise", "always"], "each is named once");
+        assert_eq!(allowing("[advise]", &["[always]", "[never]"]), ["always"]);
+        assert_eq!(allowing("always never", &[]), [""], "none is chosen");
     }
 
     #[test]
-    fn each_setting_that_allows_them_is_named() {
-        let dir = settings(
-            "always within_size [advise] never deny force\n",
-            "[always] inherit within_size advise never\n",
-        );
-        let values: Vec<String> = find(dir.path()).into_iter().map(|h| h.value).collect();
-        assert_eq!(values, ["advise", "always"]);
+    fn a_setting_is_told_with_its_cure() {
+        let dir = settings("always within_size [advise] never deny force\n", &[]);
         let text = find(dir.path())[0].to_string();
-        assert!(text.contains("shmem_enabled") && text.contains("echo never"));
+        assert!(text.contains("shmem_enabled is 'advise'"), "{text}");
+        assert!(text.contains("echo never"), "{text}");
+    }
+
+    #[test]
+    fn a_kernel_without_thp_passes() {
+        let dir = tempfile::tempdir().expect("a directory");
+        assert_eq!(find(dir.path()), []);
     }
 }

@@ -97,5 +97,37 @@ fn line(guest: &Guest, answers: bool) -> (String, String, bool) {
 /// Whether a guest without a backend is off as it should be, rather than without its memory.
 fn has_ended(guest: &Guest, paths: &Paths) -> bool {
     let run_dir = run_dir(paths, guest.vm);
-    launch::reason(&run_dir).is_none() && !launch::is_abandoned(&run_dir)
+    launch::reason(&run_dir).is_none()
+        && !launch::is_abandoned(&run_dir)
+        && !launch::is_recovering(&run_dir)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::os::unix::net::UnixListener;
+
+    use rustix::fs::{FlockOperation, flock};
+
+    use super::*;
+
+    #[test]
+    fn a_guest_whose_backend_dies_again_and_again_stays_on_the_page() {
+        const UUID: &str = "9a4a7f0e-2f5b-4d55-8a53-0a4e1c7e1234";
+        let run = tempfile::tempdir().expect("a directory");
+        let run_dir = run.path().join(UUID);
+        fs::create_dir(&run_dir).expect("made");
+        let supervisor = File::open(&run_dir).expect("it is there");
+        flock(&supervisor, FlockOperation::LockExclusive).expect("nobody else has it");
+        let paths = Paths {
+            run: run.path().to_owned(),
+            ..Paths::default()
+        };
+        let page = || page_of_all(&paths).expect("a page");
+        assert_eq!(page(), "# EOF\n", "one that is being started");
+        let pager = UnixListener::bind(run_dir.join("control.sock"));
+        drop(pager.expect("it listens until it dies"));
+        let line = format!("outram_up{{vm=\"{UUID}\",domain=\"{UUID}\"}} 0\n");
+        assert!(page().contains(&line), "{}", page());
+    }
 }

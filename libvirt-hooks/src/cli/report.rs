@@ -34,11 +34,11 @@ pub struct Guest {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
-    /// The backend waits for QEMU.
+    /// The backend waits for QEMU, or is being started.
     Waiting,
     /// All is well.
     Serving,
-    /// Faults wait for a server out of reach.
+    /// Faults wait: for a server out of reach, or for room while nothing may be evicted.
     Stalled,
     /// A page is lost and the guest stands still where it needs it.
     Stopped,
@@ -79,7 +79,8 @@ pub struct Report {
 
 /// The report of one guest.
 pub fn report(guest: &Guest, paths: &Paths) -> Report {
-    let left = launch::reason(&run_dir(paths, guest.vm));
+    let run_dir = run_dir(paths, guest.vm);
+    let left = launch::reason(&run_dir);
     let (state, error, status) = match guest.control.status() {
         Ok(status) => (
             state_of(status.phase),
@@ -88,16 +89,21 @@ pub fn report(guest: &Guest, paths: &Paths) -> Report {
         ),
         Err(ControlError::NotRunning(_)) => match left {
             Some(reason) => (State::Failed, Some(reason), None),
-            None if launch::is_abandoned(&run_dir(paths, guest.vm)) => {
-                let log = BackendLog::of(&run_dir(paths, guest.vm));
+            None if launch::is_abandoned(&run_dir) => {
+                let log = BackendLog::of(&run_dir);
                 let reason = format!(
                     "if the guest still runs, 'outram restart' lets it go on; the log is {log}"
                 );
                 (State::Gone, Some(reason), None)
             }
-            None if is_supervised(&run_dir(paths, guest.vm)) => {
+            None if launch::is_recovering(&run_dir) => {
                 let reason = "its backend ended and is being started again";
                 (State::Recovering, Some(reason.to_owned()), None)
+            }
+            // It listens once all of its servers have answered.
+            None if is_supervised(&run_dir) => {
+                let reason = "its backend is being started, or ends";
+                (State::Waiting, Some(reason.to_owned()), None)
             }
             None => (State::Off, None, None),
         },

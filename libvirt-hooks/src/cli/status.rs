@@ -107,7 +107,7 @@ fn in_words(state: State) -> &'static str {
     match state {
         State::Waiting => "waiting for QEMU",
         State::Serving => "serving",
-        State::Stalled => "stalled: a memory server is out of reach",
+        State::Stalled => "stalled: the guest waits for memory, for the reason below",
         State::Stopped => "stopped: memory is lost, the guest stands still where it needs it",
         State::Refused => "refused",
         State::Ending => "ending: memory is being given back",
@@ -365,6 +365,7 @@ fn add_counters(lines: &mut Lines, status: &Status) {
         ),
     );
     let trouble = c.stalls_limit
+        + c.stalls_pool
         + c.stalls_server
         + c.refused_reads
         + c.integrity_failures
@@ -373,8 +374,9 @@ fn add_counters(lines: &mut Lines, status: &Status) {
         lines.add(
             "trouble",
             &format!(
-                "{} waits for room, {} waits for a server, {} reads refused, {} pages failed their check, {} stray device accesses",
+                "{} waits for room, {} waits for a huge page, {} waits for a server, {} reads refused, {} pages failed their check, {} stray device accesses",
                 c.stalls_limit,
+                c.stalls_pool,
                 c.stalls_server,
                 c.refused_reads,
                 c.integrity_failures,

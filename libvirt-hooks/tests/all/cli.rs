@@ -157,6 +157,7 @@ fn busy() -> Status {
             fetched_ahead_unused_pages: 50,
             wire_sent_bytes: 28 << 20,
             wire_received_bytes: 19 << 20,
+            stalls_pool: 2,
             stalls_server: 3,
             ..Counters::default()
         },

@@ -4,7 +4,7 @@
 //! The stand-in is this test program itself, run again by a small script as `stand_in`: it speaks
 //! the control protocol and does what its guest's name says.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -17,10 +17,12 @@ use outram_libvirt::cli::report::{self, State};
 use outram_libvirt::hook::{self, HookError};
 use outram_libvirt::host::Paths;
 use outram_libvirt::launch::LaunchError;
+use outram_libvirt::metadata::{NAMESPACE, PROBE};
 use outram_libvirt::process;
 use outram_wire::control::{Envelope, Phase, Reply, Request, Status, read_frame, write_frame};
 use outram_wire::incoming::Incoming;
 use outram_wire::units::{Limit, VmId};
+use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
 
 use crate::support;
@@ -304,6 +306,25 @@ fn release_clears_up_after_a_backend_that_was_killed() {
 }
 
 #[test]
+fn a_backend_that_is_being_started_is_told_from_one_that_died() {
+    let host = Host::new();
+    fs::create_dir(host.run_dir()).expect("made");
+    let supervisor = File::open(host.run_dir()).expect("it is there");
+    flock(&supervisor, FlockOperation::LockExclusive).expect("nobody else has it");
+    let report = || {
+        let guests = report::all_guests(&host.paths).expect("guests");
+        report::reports(&guests, &host.paths).remove(0)
+    };
+    let started = report();
+    assert_eq!(started.state, State::Waiting);
+    let reason = started.error.as_deref();
+    assert_eq!(reason, Some("its backend is being started, or ends"));
+    let pager = UnixListener::bind(host.run_dir().join("control.sock"));
+    drop(pager.expect("it listens until it dies"));
+    assert_eq!(report().state, State::Recovering);
+}
+
+#[test]
 fn a_domain_without_any_server_is_refused() {
     let host = Host::new();
     let domain = host
@@ -343,6 +364,21 @@ fn a_refused_start_is_found_by_its_name_where_libvirt_cannot_be_asked() {
         assert_eq!(found.expect("noted").vm.to_string(), UUID);
     }
     assert!(report::find_guest("another", Some("test:///default"), &host.paths).is_err());
+}
+
+#[test]
+fn a_question_whether_the_hook_is_called_leaves_no_word_of_a_guest() {
+    let host = Host::new();
+    let question = format!(
+        "<domain type='qemu'><name>outram-probe-1</name><uuid>{UUID}</uuid>\
+         <metadata><outram:{PROBE} xmlns:outram='{NAMESPACE}'/></metadata></domain>"
+    );
+    let error = hook::prepare_start(question.as_bytes(), &host.paths).expect_err("refused");
+    assert!(error.to_string().contains(PROBE), "{error}");
+    let left = report::all_guests(&host.paths).expect("readable");
+    assert!(left.is_empty(), "{left:?}");
+    let files = fs::read_dir(&host.paths.run).expect("readable").count();
+    assert_eq!(files, 0, "not even a name");
 }
 
 #[test]

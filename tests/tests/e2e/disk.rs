@@ -116,6 +116,12 @@ fn direct(lab: &Lab) -> Result<()> {
         kernel_cost(&status) > status.limit_bytes + status.headroom_bytes,
         "all that had to leave has left: {status:?}"
     );
+    // Its servers are there, whether or not it waits for room by now.
+    let told = lab.host.outram_ok(&["status", guest.name()])?;
+    ensure!(
+        told.contains(IMAGE) && !told.contains("out of reach"),
+        "{told}"
+    );
 
     // Where nobody looks any more, and where another begins to.
     kill(Pid::from_raw(parent(status.backend_pid)?), Signal::SIGKILL)?;

@@ -156,11 +156,14 @@ fn fails(lab: &Lab) -> Result<()> {
 fn ask_doctor(lab: &Lab, pair: &Pair) -> Result<String> {
     let uri = pair.neighbour.uri();
     let asked = lab.host.outram(&["doctor", "--migrate-to", &uri])?;
-    let left = pair
-        .neighbour
-        .place
-        .virsh_ok(&["list", "--all", "--name"])?;
+    let there = &pair.neighbour.place;
+    let left = there.virsh_ok(&["list", "--all", "--name"])?;
     ensure!(left.trim().is_empty(), "left there: {left}");
+    let told = there.run_ok(&lab.host.program("outram")?, &["status"])?;
+    ensure!(
+        told.trim() == "No domain has a backend.",
+        "told of there: {told}"
+    );
     Ok(asked.said())
 }
 

@@ -271,7 +271,7 @@ impl Snapshot {
         )?;
         family(
             "stalls",
-            "Faults that had to wait for something else than their page's bytes",
+            "Attempts to give the guest a page that found no room under the limit, no huge page in the host's pool, or its server out of reach",
             None,
             "reason",
             &[
@@ -481,23 +481,23 @@ impl Snapshot {
 impl Snapshot {
     fn encode_identity(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let identity = &self.status.identity;
-        let expiry = identity.expires_unix_s.unwrap_or_default();
-        for (name, help, value) in [
-            (
+        let mut gauge = |name, help, value: i64| {
+            let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            ConstGauge::new(value).encode(metric)
+        };
+        // Where none was ever taken, 0 would say that it expired in 1970.
+        if let Some(expiry) = identity.expires_unix_s {
+            gauge(
                 "certificate_expiry_timestamp_seconds",
                 "When this host's certificate expires, in seconds since 1970",
                 expiry,
-            ),
-            (
-                "certificate_refused",
-                "Whether the certificates' files are no good as they are now, so that earlier ones are in use",
-                identity.refused.is_some().into(),
-            ),
-        ] {
-            let metric = ConstGauge::new(value);
-            metric.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
+            )?;
         }
-        Ok(())
+        gauge(
+            "certificate_refused",
+            "Whether the certificates' files are no good as they are now, so that earlier ones are in use",
+            identity.refused.is_some().into(),
+        )
     }
 }
 
@@ -596,20 +596,32 @@ mod tests {
         }
     }
 
-    #[test]
-    fn metrics_have_these_names() {
+    fn page_of(status: Status) -> String {
         let stats = Stats::new();
         stats.note_fault(FaultKind::Remote, 42);
         let latencies = FaultKind::ALL
             .map(|kind| Buckets::of(&stats, kind))
             .to_vec();
         let mut registry = Registry::with_prefix("outram");
-        registry.register_collector(Box::new(Snapshot {
-            status: status(),
-            latencies,
-        }));
+        registry.register_collector(Box::new(Snapshot { status, latencies }));
         let mut page = String::new();
         encode(&mut page, &registry).expect("a string takes everything");
+        page
+    }
+
+    #[test]
+    fn an_expiry_that_is_not_known_is_not_told() {
+        let mut status = status();
+        status.identity.expires_unix_s = None;
+        status.identity.refused = Some("client.pem is missing".to_owned());
+        let page = page_of(status);
+        assert!(!page.contains("certificate_expiry"), "{page}");
+        assert!(page.contains("outram_certificate_refused 1\n"), "{page}");
+    }
+
+    #[test]
+    fn metrics_have_these_names() {
+        let page = page_of(status());
         let types: Vec<&str> = page
             .lines()
             .filter_map(|line| line.strip_prefix("# TYPE "))
@@ -656,6 +668,7 @@ mod tests {
             "outram_faults_total{outcome=\"remote\"} 7",
             "outram_fetched_ahead_judged_pages_total{outcome=\"used\"} 12",
             "outram_fetched_ahead_judged_pages_total{outcome=\"unused\"} 0",
+            "# HELP outram_stalls Attempts to give the guest a page that found no room",
             "outram_fault_wait_seconds_total 1.5",
             "outram_certificate_expiry_timestamp_seconds 1900000000",
             "outram_server_connected{server=\"mem1:7741\"} 1.0",

@@ -283,7 +283,7 @@ fn draw_help(frame: &mut Frame<'_>, terms: Terms) {
         " LOCAL   in this host's memory, staging included",
         " WAIT    time that faults wait, per time: 100% is one",
         "         thread of QEMU (a vCPU, mostly) that always waits",
-        " STALLS  faults that waited for room or for a server",
+        " STALLS  waits of faults for room, a huge page or a server",
     ] {
         lines.push(TextLine::from(text));
     }

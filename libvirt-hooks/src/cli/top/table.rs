@@ -35,7 +35,7 @@ pub enum Column {
     In,
     /// Bytes per second to memory servers
     Out,
-    /// Faults that had to wait for room or for a server out of reach, since its start
+    /// Times that its faults had to wait for room, a huge page or a server out of reach, since its start
     Stalls,
 }
 
@@ -114,9 +114,10 @@ impl Column {
             Self::Wait => rates.map(|rates| rates.wait_share),
             Self::In => rates.map(|rates| rates.received_bytes),
             Self::Out => rates.map(|rates| rates.sent_bytes),
-            Self::Stalls => {
-                status(|status| status.counters.stalls_limit + status.counters.stalls_server)
-            }
+            Self::Stalls => status(|status| {
+                let c = &status.counters;
+                c.stalls_limit + c.stalls_pool + c.stalls_server
+            }),
         }
     }
 
