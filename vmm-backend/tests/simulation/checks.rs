@@ -48,6 +48,15 @@ impl World {
                 format!("page {page}, generation {generation}"),
             );
         }
+        let table = &self.shared.table;
+        // A move is given up where its server is out of reach.
+        self.live_fetches.retain(|page, fetch| {
+            let page = PageIndex(*page);
+            let entry = table.load(page);
+            entry.state == State::Stored
+                && entry.slot == Some(fetch.slot)
+                && shards.iter().any(|shard| shard.fetches(page))
+        });
         let mut recount = Recount::default();
         for page in 0..PAGES {
             let entry = self.shared.table.load(PageIndex(page));
@@ -256,11 +265,6 @@ impl World {
     }
 
     fn check_budget(&mut self, recount: &Recount, used_most: u64) -> Result<(), Violation> {
-        let table = &self.shared.table;
-        self.live_fetches.retain(|page, fetch| {
-            let entry = table.load(PageIndex(*page));
-            entry.state == State::Stored && entry.slot == Some(fetch.slot)
-        });
         let counted = recount.states[State::Resident as usize]
             + recount.states[State::Busy as usize]
             + self.live_fetches.len() as u64

@@ -112,6 +112,12 @@ impl<P: Ports> Shard<P> {
             self.install_spare(page, entry, kind, pending);
             return ControlFlow::Continue(());
         }
+        // Room would be held for it until its server is back.
+        let slots = &self.shared.slots;
+        if !entry.slot.is_some_and(|slot| slots.is_within_reach(slot)) {
+            self.shared.budget.cancel(1);
+            return ControlFlow::Break(());
+        }
         self.shared.stats.fetched_ahead.count();
         if is_guess {
             self.guesses.open(page);

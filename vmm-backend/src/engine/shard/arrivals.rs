@@ -92,7 +92,7 @@ impl<P: Ports> Shard<P> {
         let entry = self.shared.table.load(page);
         let Ok(bytes) = bytes else {
             self.shared.budget.release(1);
-            self.lose(page, pending);
+            self.lose_stored(page, entry, Some(pending));
             return;
         };
         let key = &self.shared.key;
@@ -114,7 +114,7 @@ impl<P: Ports> Shard<P> {
         } else {
             self.shared.stats.integrity_failures.count();
             self.shared.budget.release(1);
-            self.lose(page, pending);
+            self.lose_stored(page, entry, Some(pending));
         }
     }
 
@@ -154,7 +154,12 @@ impl<P: Ports> Shard<P> {
                 first: first.page,
                 count: pages.len() as u32,
             };
-            let (made, how) = self.ports.copy_row(run, bytes);
+            let (mut made, mut how) = self.ports.copy_row(run, bytes);
+            if made == 0 && how == Install::Gone && run.count > 1 {
+                // The row may reach into a mapping that is gone where its first page does not.
+                how = self.ports.copy(run.first, &bytes[..length], false);
+                made = u32::from(how == Install::Done);
+            }
             crash_points::pass(Point::FetchCopied);
             // The first that was not made says why when it is tried by itself.
             let (how, ended) = match made {

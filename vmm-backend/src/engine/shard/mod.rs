@@ -164,8 +164,10 @@ pub struct Shard<P: Ports> {
     frozen: Vec<PageRun>,
     pins: HashMap<PageIndex, u32>,
     pin_requests: HashMap<PinId, PinRequest>,
-    /// Pages to be moved out of slabs that their server wants back.
-    to_move: BTreeSet<PageIndex>,
+    /// Pages to be moved out of slabs that their server wants back, by their slab's group.
+    to_move: BTreeSet<(u32, PageIndex)>,
+    /// Those of them that had no mapping when they came home.
+    unmapped: BTreeSet<PageIndex>,
     /// The next of them waits for room.
     move_waits: bool,
     /// Pages on their way out of such slabs, with the staging slots for them; without, they come home.
@@ -222,6 +224,7 @@ impl<P: Ports> Shard<P> {
             pins: HashMap::default(),
             pin_requests: HashMap::default(),
             to_move: BTreeSet::new(),
+            unmapped: BTreeSet::new(),
             move_waits: false,
             moving: HashMap::default(),
             staged_plain: HashMap::default(),
@@ -284,6 +287,12 @@ impl<P: Ports> Shard<P> {
         self.pending
             .get(&page)
             .is_some_and(|pending| pending.fault.is_some())
+    }
+
+    /// Whether the page's bytes are on their way from its server, for whatever reason.
+    pub fn fetches(&self, page: PageIndex) -> bool {
+        let pending = self.pending.get(&page);
+        pending.is_some_and(|pending| matches!(pending.wait, Wait::Fetch { .. }))
     }
 
     /// Whether something has to be tried again soon.
@@ -373,23 +382,10 @@ impl<P: Ports> Shard<P> {
             return;
         }
         match entry.state {
-            State::Stored => match self.pending.remove(&page) {
-                Some(pending) => {
-                    if matches!(pending.wait, Wait::Fetch { .. }) {
-                        self.shared.budget.release(1);
-                    }
-                    self.leave_queues(page, pending.wait);
-                    self.lose(page, pending);
-                }
-                None => self.set(
-                    page,
-                    Entry {
-                        state: State::Lost,
-                        slot: None,
-                        ..entry
-                    },
-                ),
-            },
+            State::Stored => {
+                let pending = self.end_waiting(page);
+                self.lose_stored(page, entry, pending);
+            }
             State::Resident => {
                 self.set(
                     page,
@@ -428,6 +424,9 @@ impl<P: Ports> Shard<P> {
     /// All mappings are known again.
     pub fn thaw(&mut self) {
         self.frozen.clear();
+        for page in std::mem::take(&mut self.unmapped) {
+            self.move_if_vacating(page);
+        }
     }
 
     /// The guest is ending: nobody waits for pins any longer.
@@ -683,6 +682,7 @@ impl<P: Ports> Shard<P> {
             }
             Install::Gone => {
                 self.shared.budget.cancel(1);
+                self.note_unmapped(page);
                 self.let_go(&pending);
             }
         }

@@ -10,6 +10,9 @@ const MOVES_MOST: usize = 16;
 /// And no more than so much of staging, for each shard: where it is small, what is evicted needs it too.
 const MOVES_SHARE: usize = 8;
 
+/// So much of staging moves leave to what is evicted, however many shards there are.
+const LEFT_SHARE: usize = 4;
+
 impl<P: Ports> Shard<P> {
     /// Pages on their way out of slabs that their server wants back.
     pub fn moves(&self) -> usize {
@@ -31,20 +34,46 @@ impl<P: Ports> Shard<P> {
             return;
         }
         match entry.state {
-            State::Stored => {
-                self.to_move.insert(page);
-            }
+            State::Stored => self.move_if_vacating(page),
             State::Resident => self.keep_as_dirty(page, entry),
             // A run in work is looked at when it ends.
             _ => {}
         }
     }
 
-    /// A page was stored in a slab that its server has asked for meanwhile.
+    /// Has a page move if it is stored in a slab that its server has asked for.
     pub(super) fn move_if_vacating(&mut self, page: PageIndex) {
         let slot = self.shared.table.load(page).slot;
+        if let Some(slot) = slot.filter(|slot| self.shared.slots.is_vacating(*slot)) {
+            self.to_move.insert((slot.group, page));
+        }
+    }
+
+    /// What was to come home from such a slab had no mapping: it is tried once more when mappings are known again.
+    pub(super) fn note_unmapped(&mut self, page: PageIndex) {
+        let slot = self.shared.table.load(page).slot;
         if slot.is_some_and(|slot| self.shared.slots.is_vacating(slot)) {
-            self.to_move.insert(page);
+            self.unmapped.insert(page);
+        }
+    }
+
+    /// Has what moves from a server that went out of reach wait without holding what others need.
+    fn put_off_moves(&mut self) {
+        let is_far = |page: &PageIndex| {
+            let slot = self.shared.table.load(*page).slot;
+            !slot.is_some_and(|slot| self.shared.slots.is_within_reach(slot))
+        };
+        let mut far: Vec<PageIndex> = self.moving.keys().copied().filter(is_far).collect();
+        // The map has another order each time; a simulation has to go the same way again.
+        far.sort_unstable();
+        for page in far {
+            let ticket = self.moving.remove(&page);
+            self.end_move(ticket.flatten());
+            // Its answer, should it come, is to nobody.
+            if self.pending.get(&page).is_some_and(Pending::is_idle) {
+                drop(self.end_waiting(page));
+                self.move_if_vacating(page);
+            }
         }
     }
 
@@ -54,32 +83,37 @@ impl<P: Ports> Shard<P> {
         if std::mem::take(&mut self.move_waits) {
             self.shared.budget.end_waiting();
         }
+        self.put_off_moves();
         let capacity = self.shared.staging.capacity() as usize;
         let most = match capacity {
             0 => MOVES_MOST,
             capacity => (capacity / MOVES_SHARE).clamp(1, MOVES_MOST),
         };
-        while self.moving.len() < most {
-            let Some(page) = self.to_move.first().copied() else {
-                return;
-            };
+        let mut from = (0, PageIndex(0));
+        while self.moving.len() < most
+            && let Some((group, page)) = self.to_move.range(from..).next().copied()
+        {
             let entry = self.shared.table.load(page);
             let vacating = entry
                 .slot
-                .is_some_and(|slot| self.shared.slots.is_vacating(slot));
+                .is_some_and(|slot| slot.group == group && self.shared.slots.is_vacating(slot));
             // Whoever waits for the page already brings it home, and its slot is dropped then.
             if entry.state != State::Stored || !vacating || self.pending.contains_key(&page) {
-                self.to_move.remove(&page);
+                self.to_move.remove(&(group, page));
                 continue;
             }
-            // It waits for its server without holding what others need.
+            // It waits for its server without holding what others need, or holding them up.
             let is_near = entry
                 .slot
                 .is_some_and(|slot| self.shared.slots.is_within_reach(slot));
             // A guest that may have all of its memory here has no staging: there the page comes home. A huge one may
             // be missing from the host's pool.
             let comes_home = capacity == 0 && !self.shared.page_size.is_huge();
-            if !is_near || !comes_home && !self.shared.slots.may_move() {
+            if !is_near {
+                from = (group + 1, PageIndex(0));
+                continue;
+            }
+            if !comes_home && !self.shared.slots.may_move() {
                 return;
             }
             if !self.shared.budget.acquire(1) {
@@ -89,22 +123,27 @@ impl<P: Ports> Shard<P> {
                 return;
             }
             let ticket = self.staging_slot();
-            if ticket.is_none() && !comes_home {
+            let is_scarce = (self.shared.staging.available() as usize) < capacity / LEFT_SHARE;
+            if !comes_home && (ticket.is_none() || is_scarce) {
                 self.shared.budget.cancel(1);
-                self.shared.staging.note_starved();
+                // While some are free the writer is who says so once more: shards would tell each other without end.
+                if ticket.is_none() {
+                    self.shared.staging.note_starved();
+                }
+                self.end_move(ticket);
                 return;
             }
             if !comes_home {
                 self.shared.slots.count_move();
             }
-            self.to_move.remove(&page);
+            self.to_move.remove(&(group, page));
             self.moving.insert(page, ticket);
             let pending = Pending::new(None, self.ports.now_us());
             self.start_fetch(page, entry, 0, pending);
         }
     }
 
-    /// A page that only moves has arrived.
+    /// A page that only moves has arrived, for which room was counted.
     pub(super) fn stage_moved(
         &mut self,
         page: PageIndex,
@@ -112,6 +151,47 @@ impl<P: Ports> Shard<P> {
         bytes: &[u8],
         ticket: Ticket,
     ) {
+        self.stage_stored(page, entry, bytes, ticket);
+        self.shared.budget.release(1);
+    }
+
+    /// What servers had of a stored page is gone, or is not its bytes. It is staged anew where this host has a copy.
+    /// No room is counted for it.
+    pub(super) fn lose_stored(&mut self, page: PageIndex, entry: Entry, pending: Option<Pending>) {
+        let mut pending = pending.unwrap_or_else(|| Pending::new(None, self.ports.now_us()));
+        let ticket = self.moving.remove(&page);
+        self.end_move(ticket.flatten());
+        let fetched = pending.fetched.take().filter(|(of, _)| *of == entry);
+        let is_kept = self.stage_copy(page, entry, fetched.map(|(_, bytes)| bytes));
+        match (is_kept, pending.is_idle()) {
+            (true, true) => drop(self.guesses.drop(page)),
+            (true, false) => self.resolve(page, pending),
+            (false, _) => self.lose(page, pending),
+        }
+    }
+
+    /// Stages a stored page from a copy that this host has, if there is one and a place for it. It may have been
+    /// fetched already.
+    pub(super) fn stage_copy(
+        &mut self,
+        page: PageIndex,
+        entry: Entry,
+        fetched: Option<Box<[u8]>>,
+    ) -> bool {
+        let found = fetched.or_else(|| {
+            let found = self.find_spare(page, &entry);
+            found.map(|_| self.spare.clone())
+        });
+        if let Some(bytes) = found
+            && let Some(ticket) = self.staging_slot()
+        {
+            self.stage_stored(page, entry, &bytes, ticket);
+            return true;
+        }
+        false
+    }
+
+    fn stage_stored(&mut self, page: PageIndex, entry: Entry, bytes: &[u8], ticket: Ticket) {
         // Also where an earlier build had left it unsealed, before it was written.
         self.staged_plain.remove(&page);
         self.room.copy_from_slice(bytes);
@@ -131,7 +211,6 @@ impl<P: Ports> Shard<P> {
         self.set(page, next);
         crash_points::pass(Point::MoveMarked);
         self.free_slot(entry.slot);
-        self.shared.budget.release(1);
         self.ports.write_back(StagedPage {
             page,
             staging: ticket,

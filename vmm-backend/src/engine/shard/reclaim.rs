@@ -181,16 +181,21 @@ impl<P: Ports> Shard<P> {
                 let safe = entry
                     .slot
                     .is_some_and(|slot| self.shared.slots.place(slot).is_some());
-                let state = if safe { State::Stored } else { State::Lost };
-                self.set(
-                    page,
-                    Entry {
-                        state,
-                        slot: entry.slot.filter(|_| safe),
-                        ..entry
-                    },
-                );
-                self.move_if_vacating(page);
+                let next = Entry {
+                    state: State::Stored,
+                    ..entry
+                };
+                self.set(page, next);
+                if safe {
+                    self.move_if_vacating(page);
+                } else if !self.stage_copy(page, next, None) {
+                    let lost = Entry {
+                        state: State::Lost,
+                        slot: None,
+                        ..next
+                    };
+                    self.set(page, lost);
+                }
             }
             Fate::Filled => {
                 stats.evicted_filled.count();

@@ -462,3 +462,25 @@ fn what_is_moved_together_is_no_guess() {
     assert_eq!(bench.shared.stats.fetched_ahead.get(), 6);
     assert_eq!(judged(&bench), (0, 0));
 }
+
+#[test]
+fn a_row_that_reaches_into_another_mapping_is_put_in_place_page_by_page_up_to_it() {
+    let mut bench = in_a_row();
+    bench.world().border = Some(PageIndex(24));
+    bench.answer_together();
+    assert_eq!(bench.world().rows, [run(22, 4), run(23, 3), run(24, 2)]);
+    demand_resident(&mut bench, 20..26);
+}
+
+#[test]
+fn nothing_is_fetched_ahead_from_a_server_out_of_reach() {
+    let mut bench = Bench::new();
+    for page in 20..28 {
+        bench.store_remotely(page, page as u8);
+    }
+    bench.shared.slots.set_connected(0, false);
+    bench.fault(20, READ);
+    bench.fault(21, READ);
+    assert_eq!(asked(&mut bench), [(20, false), (21, false)]);
+    assert_eq!(bench.shared.budget.used(), 2, "no room is held for others");
+}

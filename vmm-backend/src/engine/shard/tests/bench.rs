@@ -63,6 +63,8 @@ pub(super) struct Script {
     pub(super) agains: u32,
     /// Whether the host has no page for the guest.
     pub(super) pool_is_empty: bool,
+    /// Whether the VMM's mapping is gone.
+    pub(super) is_unmapped: bool,
     pub(super) refuse_punch: bool,
     /// Where another of the VMM's mappings begins: no run may cross it.
     pub(super) border: Option<PageIndex>,
@@ -83,6 +85,9 @@ impl Script {
             self.agains -= 1;
             return Install::Again;
         }
+        if self.is_unmapped {
+            return Install::Gone;
+        }
         if self.memory.contains_key(&page.0) {
             return Install::Exists;
         }
@@ -99,6 +104,11 @@ impl Script {
         Install::Done
     }
 
+    fn crosses_border(&self, run: PageRun) -> bool {
+        let border = self.border;
+        border.is_some_and(|border| run.first < border && border < run.end())
+    }
+
     /// Whether a page's waiters were woken since this was last asked.
     pub(super) fn has_woken(&mut self, page: u32) -> bool {
         let woken = std::mem::take(&mut self.woken);
@@ -108,10 +118,7 @@ impl Script {
 
 impl Ports for Script {
     fn zero(&mut self, run: PageRun) -> (u32, Install) {
-        if self
-            .border
-            .is_some_and(|border| run.first < border && border < run.end())
-        {
+        if self.crosses_border(run) {
             return (0, Install::Gone);
         }
         for (made, page) in (0..).zip(run.pages()) {
@@ -129,6 +136,9 @@ impl Ports for Script {
 
     fn copy_row(&mut self, run: PageRun, bytes: &[u8]) -> (u32, Install) {
         self.rows.push(run);
+        if self.crosses_border(run) {
+            return (0, Install::Gone);
+        }
         for (made, (page, bytes)) in (0..).zip(run.pages().zip(bytes.chunks_exact(PAGE_SIZE))) {
             match self.install(page, bytes.to_vec(), false) {
                 Install::Done => {}
@@ -325,6 +335,7 @@ impl Bench {
             staging: BTreeMap::new(),
             agains: 0,
             pool_is_empty: false,
+            is_unmapped: false,
             refuse_punch: false,
             border: None,
             fetches: Vec::new(),

@@ -1,9 +1,11 @@
 //! Write-back, and pages taken back meanwhile.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::bench::*;
 use crate::engine::PageIndex;
+use crate::engine::slots::{SlabRef, SlotPool};
 use crate::engine::stats::FaultKind;
 use crate::engine::table::State;
 
@@ -328,13 +330,154 @@ fn pages_come_home_from_a_slab_wanted_back_where_there_is_no_staging() {
 }
 
 #[test]
+fn a_page_that_could_not_come_home_comes_once_mappings_are_known_again() {
+    let mut bench = Bench::new();
+    bench.store_remotely_with_staging(7, 1);
+    bench.vacate_without_room();
+    bench.shard.pump();
+    bench.world().is_unmapped = true;
+    bench.answer(1);
+    assert_eq!((bench.shard.moves(), bench.state(7)), (0, State::Stored));
+    bench.world().is_unmapped = false;
+    bench.shard.thaw();
+    bench.shard.pump();
+    bench.answer(1);
+    assert_eq!(bench.state(7), State::Resident);
+    assert_eq!(bench.shared.slots.drain_releasable(), [SLAB]);
+}
+
+#[test]
+fn a_server_out_of_reach_holds_up_no_moves_from_another() {
+    let mut shared = Arc::into_inner(shared(100, 32)).expect("nobody else has it");
+    shared.slots = SlotPool::new(2);
+    let slabs = [0, 1].map(|server| SlabRef { server, ..SLAB });
+    for slab in slabs {
+        shared.slots.add_slab(slab, 64);
+    }
+    let mut bench = Bench::of(0, &Arc::new(shared));
+    for (page, server) in [(7, 0), (9, 1)] {
+        bench.shared.slots.set_connected(server, true);
+        bench.store_remotely(page, 1);
+        bench.shared.slots.set_connected(server, false);
+    }
+    let groups = slabs.map(|slab| bench.shared.slots.vacate(slab).expect("not empty"));
+    bench.shard.on_vacate(&HashSet::from(groups));
+    bench.shared.slots.set_connected(1, true);
+    let next = SlabRef { server: 1, slab: 1 };
+    bench.shared.slots.add_slab(next, 64);
+    assert!(bench.shared.let_pages_move(0, &|_| true));
+    bench.shard.pump();
+    bench.answer(1);
+    assert_eq!(bench.state(9), State::Staged);
+    assert_eq!((bench.shard.moves(), bench.state(7)), (0, State::Stored));
+}
+
+#[test]
+fn what_moves_holds_nothing_while_its_server_is_out_of_reach() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.vacate();
+    bench.shard.pump();
+    assert_eq!(bench.shard.moves(), 1);
+    bench.shared.slots.set_connected(0, false);
+    bench.shard.pump();
+    assert_eq!(bench.shard.moves(), 0);
+    assert_eq!(bench.shared.staging.in_use(), 0);
+    assert_eq!(bench.shared.budget.used(), 0);
+    bench.shared.slots.set_connected(0, true);
+    bench.shard.pump();
+    bench.answer(1);
+    assert_eq!(bench.state(7), State::Stored, "the answer comes too late");
+    bench.answer(1);
+    assert_eq!(bench.state(7), State::Staged);
+    assert_eq!(bench.shared.slots.drain_releasable(), [SLAB]);
+}
+
+#[test]
+fn moves_leave_staging_to_what_is_evicted() {
+    let mut bench = Bench::of(0, &shared(100, 4));
+    bench.store_remotely(7, 1);
+    bench.vacate();
+    let held = bench.shared.staging.take(3).expect("free");
+    bench.shard.pump();
+    assert_eq!((bench.shard.moves(), bench.world().alerts), (0, 0));
+    bench.shared.staging.release(held[0].slot);
+    bench.shard.pump();
+    assert_eq!(bench.shard.moves(), 1);
+}
+
+/// Loses the slab, and demands that page 7 goes on with a copy that this host has.
+fn demand_kept(mut bench: Bench) {
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    demand_whole(bench);
+}
+
+fn demand_whole(mut bench: Bench) {
+    assert_eq!(bench.state(7), State::Staged);
+    assert_eq!(bench.world().orders.len(), 1);
+    bench.fault(7, READ);
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert_eq!(bench.shared.staging.in_use(), 0);
+}
+
+#[test]
+fn a_page_whose_slab_is_lost_goes_on_with_a_spare() {
+    let mut bench = Bench::new();
+    bench.keeps_spares = true;
+    bench.store_remotely(7, 1);
+    demand_kept(bench);
+}
+
+#[test]
+fn a_page_whose_slab_is_lost_goes_on_compressed() {
+    let mut bench = Bench::new();
+    let shared = Arc::clone(&bench.shared);
+    shared.compressed.set_capacity(10, &shared.budget);
+    bench.store_remotely(7, 1);
+    demand_kept(bench);
+}
+
+#[test]
+fn a_clean_page_whose_slab_is_lost_while_it_leaves_goes_on_with_what_was_read() {
+    let mut bench = Bench::new();
+    bench.keeps_spares = true;
+    bench.store_remotely(7, 1);
+    bench.shared.staging.drop_spares();
+    bench.fault(7, READ);
+    bench.answer(1);
+    let mut run = bench.hand_out_run();
+    bench.advance(&mut run, 4);
+    let lost = bench.lose_slab();
+    bench.end_run(run);
+    bench.shard.on_groups_lost(&lost);
+    demand_whole(bench);
+}
+
+#[test]
+fn a_page_whose_slab_is_lost_goes_on_with_what_came_of_it() {
+    let mut bench = Bench::new();
+    bench.store_remotely(7, 1);
+    bench.fault(7, READ);
+    bench.world().agains = u32::MAX;
+    bench.answer(1);
+    let lost = bench.lose_slab();
+    bench.shard.on_groups_lost(&lost);
+    assert_eq!(bench.state(7), State::Staged);
+    bench.world().agains = 0;
+    bench.shard.pump();
+    assert_eq!(bench.read(7), Some(bytes(1)));
+    assert_eq!(bench.shared.budget.used(), 1);
+}
+
+#[test]
 fn a_slab_that_is_asked_for_again_moves_each_page_once() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
     bench.store_remotely(8, 1);
     (0..3).for_each(|_| bench.vacate_without_room());
-    let to_move: Vec<_> = bench.shard.to_move.iter().copied().collect();
-    assert_eq!(to_move, [PageIndex(7), PageIndex(8)]);
+    let to_move = bench.shard.to_move.iter().map(|(_, page)| page.0);
+    assert_eq!(to_move.collect::<Vec<_>>(), [7, 8]);
 }
 
 #[test]
