@@ -21,7 +21,7 @@ use rustix::process::{DumpableBehavior, Resource, getrlimit, set_dumpable_behavi
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
-    SeccompRule, TargetArch,
+    SeccompRule, TargetArch, sock_filter,
 };
 
 /// Read: names of servers are resolved, the host's settings looked at.
@@ -123,6 +123,10 @@ const FORBIDDEN: &[libc::c_long] = &[
     libc::SYS_mknod,
     libc::SYS_mknodat,
 ];
+
+/// `__X32_SYSCALL_BIT`, arch/x86/include/uapi/asm/unistd.h: the same calls under other numbers, where the kernel has
+/// that ABI. The architecture is the same, so that a list of numbers has to leave these out by itself.
+const X32_CALLS: u32 = 0x4000_0000;
 
 /// What is allowed with this process in its first argument: an abort is a signal to itself, and the
 /// device copies to and from its mappings of guest RAM by these calls.
@@ -230,7 +234,27 @@ fn filter() -> anyhow::Result<BpfProgram> {
     );
     let forbid = SeccompAction::Errno(libc::EPERM as u32);
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, forbid, TargetArch::x86_64)?;
-    Ok(filter.try_into()?)
+    let mut program = without_x32();
+    // Jumps are relative, and each of its parts loads what it looks at.
+    program.extend(BpfProgram::try_from(filter)?);
+    Ok(program)
+}
+
+/// The beginning of a filter, which goes on with what follows unless the call is one of x32.
+fn without_x32() -> BpfProgram {
+    let step = |code: u32, k: u32, jt: u8, jf: u8| sock_filter {
+        code: code as u16,
+        jt,
+        jf,
+        k,
+    };
+    let number = std::mem::offset_of!(libc::seccomp_data, nr) as u32;
+    let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    vec![
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, number, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, X32_CALLS, 0, 1),
+        step(libc::BPF_RET | libc::BPF_K, refused, 0, 0),
+    ]
 }
 
 #[cfg(test)]
@@ -339,6 +363,12 @@ mod tests {
         let mounted = unsafe { libc::mount(none, none, none, 0, std::ptr::null()) };
         let why = std::io::Error::last_os_error().raw_os_error();
         assert_eq!((mounted, why), (-1, Some(libc::EPERM)), "it could mount");
+        let x32 = i64::from(X32_CALLS) | libc::SYS_getpid;
+        // SAFETY: a call without arguments.
+        let called = unsafe { libc::syscall(x32) };
+        let why = std::io::Error::last_os_error().raw_os_error();
+        let refused = (-1, Some(libc::EPERM));
+        assert_eq!((called, why), refused, "it could call by x32 numbers");
         // What it lives from.
         let (mut read, written) = ([0u8; 1], [7u8; 1]);
         let [local, remote] =

@@ -173,6 +173,21 @@ impl StagingPool {
         slots.free.sort_unstable_by(|a, b| b.cmp(a));
     }
 
+    /// Slots beyond the capacity were given memory, and are not to be used after all: those that hold nothing
+    /// are retired once more. The others are as they come free.
+    pub fn retire_unused(&self, range: std::ops::Range<u32>) {
+        let mut slots = self.slots();
+        let range = range.start.max(slots.capacity)..range.end;
+        // Each once.
+        slots.retired.retain(|retired| !range.contains(&retired.0));
+        for slot in range {
+            let used = slots.uses.get(slot as usize);
+            if used.is_none_or(|(used, _)| *used == Use::Retired) {
+                slots.retired.push(StagingSlot(slot));
+            }
+        }
+    }
+
     /// Slots retired since the last call: their memory can be given back, before they may be used again by
     /// a capacity that grows.
     pub fn drain_retired(&self) -> Vec<StagingSlot> {
@@ -487,5 +502,27 @@ mod tests {
         assert_eq!((pool.available(), pool.backed()), (2, 2));
         pool.set_capacity(3);
         assert_eq!((pool.available(), pool.backed()), (3, 3));
+    }
+
+    #[test]
+    fn memory_given_for_nothing_is_given_back_but_for_slots_that_are_held() {
+        let pool = StagingPool::new(4);
+        let held = pool.take(4).expect("four are free");
+        pool.set_capacity(2);
+        pool.release(held[2].slot);
+        assert_eq!(pool.drain_retired(), [StagingSlot(2)]);
+        let unused = [2, 4, 5].map(StagingSlot);
+        // By a second try before anything was given back, too.
+        for range in [2..6, 0..6] {
+            pool.retire_unused(range);
+            assert_eq!(pool.backed(), 6);
+        }
+        assert_eq!(pool.drain_retired(), unused);
+        pool.release(held[3].slot);
+        pool.release(held[0].slot);
+        pool.retire_unused(2..4);
+        assert_eq!(pool.drain_retired(), [2, 3].map(StagingSlot));
+        pool.set_capacity(6);
+        assert_eq!((pool.available(), pool.backed()), (5, 6));
     }
 }

@@ -204,7 +204,8 @@ impl Pager {
         Ok(())
     }
 
-    /// Allocates the staging that is needed beyond what was before, which is for [`Pager::settle`] to have used.
+    /// Allocates the staging that is needed beyond what was before, which is for [`Pager::settle`] to have used, or
+    /// for [`Pager::unback_staging`] to give back.
     pub(super) fn back_staging(
         &self,
         before: &Standing,
@@ -218,6 +219,18 @@ impl Pager {
             .back(before, next.saturating_sub(before))
             .map_err(LimitError::Staging)?;
         Ok(backing)
+    }
+
+    /// Gives back what [`Pager::back_staging`] has allocated, for nothing comes of the change.
+    pub(super) fn unback_staging(&self, before: &Standing, next: &Standing, backing: Backing<'_>) {
+        let [before, next] = [before, next].map(|standing| standing.sizes().staging_pages);
+        // Not all of it: pages may hold slots there still, from before the limit was lowered.
+        self.shared.staging.retire_unused(before..next);
+        backing.give_back_retired(&self.shared.staging);
+        drop(backing);
+        // Slots that had come free meanwhile went with them.
+        self.rule.apply(&self.shared);
+        self.shards.iter().for_each(super::Inbox::ring);
     }
 
     /// Changes what the limit is and of how much RAM; the servers have promised room for it, and its

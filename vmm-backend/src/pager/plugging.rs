@@ -583,32 +583,29 @@ impl Pager {
         }
         self.promise(&grown)?;
         let backed = self.back_staging(&before, &grown);
-        let plugged = backed.map_err(AsideReason::from).and_then(|backing| {
-            self.aside.change(|list| {
-                // Nobody starts to use it while the list is held.
-                let since = Instant::now();
-                while is_in_use(list) {
-                    if since.elapsed() >= USERS_PATIENCE {
-                        return Err(AsideReason::InUse);
-                    }
-                    std::thread::sleep(USERS_PATIENCE / 20);
+        let backing = backed.inspect_err(|_| self.promise_less(&before))?;
+        let plugged = self.aside.change(|list| {
+            // Nobody starts to use it while the list is held.
+            let since = Instant::now();
+            while is_in_use(list) {
+                if since.elapsed() >= USERS_PATIENCE {
+                    return Err(AsideReason::InUse);
                 }
-                self.plug(block)?;
-                // Managed or aside, never seen as both.
-                list.retain(|aside| aside.mapping != *mapping);
-                Ok(backing)
-            })
-        });
-        match plugged {
-            Ok(backing) => {
-                self.settle(grown, backing);
-                Ok(())
+                std::thread::sleep(USERS_PATIENCE / 20);
             }
-            Err(reason) => {
+            self.plug(block)?;
+            // Managed or aside, never seen as both.
+            list.retain(|aside| aside.mapping != *mapping);
+            Ok(())
+        });
+        match &plugged {
+            Ok(()) => self.settle(grown, backing),
+            Err(_) => {
+                self.unback_staging(&before, &grown, backing);
                 self.promise_less(&before);
-                Err(reason)
             }
         }
+        plugged
     }
 
     /// Gives a block to the shards: all of it or nothing. Only then may anything of it be evicted.
