@@ -37,6 +37,9 @@ pub(super) fn spawn_backend(
     for server in wish.servers {
         arguments.extend(["--server".to_owned(), (*server).to_owned()]);
     }
+    if let Some(bytes) = wish.granularity {
+        arguments.extend(["--granularity".to_owned(), bytes.to_string()]);
+    }
     if let Some(mib) = wish.disk_mib {
         let key = lab.path(&format!("disk-key-{uuid}"));
         arguments.extend(["--disk-size".to_owned(), format!("{mib}MiB")]);

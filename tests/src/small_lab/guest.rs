@@ -58,6 +58,8 @@ pub struct Wish<'a> {
     pub supervised: bool,
     /// MiB of its far-memory disk, if it is to have one.
     pub disk_mib: Option<u64>,
+    /// Bytes that are moved together, where its backend is told how many.
+    pub granularity: Option<u64>,
     /// The point at which its backend dies.
     pub dies_at: Option<Point>,
     /// Its host's settings, where they are not those of the lab.
@@ -80,6 +82,7 @@ impl Default for Wish<'_> {
             names_kvm: false,
             supervised: false,
             disk_mib: None,
+            granularity: None,
             dies_at: None,
             settings: None,
             program: None,

@@ -19,6 +19,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("a_guest_is_upgraded_and_goes_back_when_asked", asked),
     ("a_guest_killed_with_its_backend_changes_builds", killed),
     ("a_pager_killed_after_an_upgrade_is_started_again", between),
+    ("a_guest_with_settings_that_the_other_build_lacks_goes_on_with_this_one", newer),
 ];
 
 const FILLED: u64 = 14_000;
@@ -184,6 +185,29 @@ fn killed(lab: &Lab) -> Result<()> {
         guest.take_over(lab, &wish(installed, &servers))?;
         wait_for_installed(guest, installed, before).map(drop)
     })
+}
+
+/// The former build's program knows an argument of the guest not, and would end at once.
+fn newer(lab: &Lab) -> Result<()> {
+    let previous = Previous::find()?;
+    let server = lab.server()?;
+    let mut installed = Installed::new(lab, &previous, 1)?;
+    let servers = [server.address.as_str()];
+    let wish = Wish {
+        granularity: Some(64 << 10),
+        ..wish(&installed, &servers)
+    };
+    let mut guest = Guest::start(lab, &wish)?;
+    guest.fill(0, FILLED)?;
+    let sent = work(&mut guest, 1.0, 0)?;
+    let before = guest.status()?;
+    installed.change()?;
+    guest.control()?.restart()?;
+    wait_for_another(&guest, &before).with_context(|| guest.log())?;
+    demand_sound(&guest.answer(sent)?)?;
+    guest.verify(0, FILLED)?;
+    guest.connect()?;
+    guest.end(&[&server])
 }
 
 /// The supervisor is still that of the former build when its pager dies.

@@ -14,7 +14,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -417,10 +417,30 @@ impl Supervisor<'_> {
 
     /// Becomes the program that is installed now. Returns only where that fails.
     fn become_anew(&self) -> io::Error {
-        Command::new(self.programs.choose(0))
+        let program = self.programs.choose(0);
+        // One that does not know an argument would end at once, and nobody start another.
+        if let Err(error) = self.demand_known(&program) {
+            return error;
+        }
+        Command::new(program)
             .args(std::env::args_os().skip(1))
             .env(TAKEOVERS, self.takeovers.to_string())
             .exec()
+    }
+
+    /// Whether a program, which may be of an earlier build, knows all arguments of this guest: it tells of one that
+    /// it does not know before it comes to the wish for help.
+    fn demand_known(&self, program: &Path) -> io::Result<()> {
+        let mut asked = Command::new(program);
+        asked.arg("run").args(self.arguments).arg("--help");
+        let answer = asked.stdin(Stdio::null()).output()?;
+        match answer.status.success() {
+            true => Ok(()),
+            false => Err(io::Error::other(format!(
+                "it does not know all arguments of this guest: {}",
+                String::from_utf8_lossy(&answer.stderr).trim()
+            ))),
+        }
     }
 }
 
