@@ -244,7 +244,12 @@ impl Ledger {
             server: self.lent_bytes.clone(),
             client: account.session.count(),
         };
-        let slab = match self.spare.take(counts.clone()) {
+        // A disk's memory is taken as it is written, and of the spare one all is taken.
+        let spare = match account.disk {
+            None => self.spare.take(counts.clone()),
+            Some(_) => None,
+        };
+        let slab = match spare {
             Some(slab) => slab,
             None => Slab::map(self.slab_bytes(), counts).map_err(|error| Refusal::OutOfMemory {
                 reason: error.to_string(),
@@ -595,14 +600,19 @@ impl Account {
         }
     }
 
-    /// Whether its lease has run out. A disk is kept for whoever claims it.
+    /// Whether its lease has run out. A disk is kept for whoever claims it, if it has anything: room is set aside for
+    /// a disk as soon as it is made, and stays so. One without is what a client left that came no further, or that
+    /// wanted others' places.
     fn is_over(&self, terms: &Terms, now: BootTime) -> bool {
         let silent = now.since(self.renewed_at);
         match &self.disk {
             None => silent > terms.lease_timeout,
             Some(_) => {
                 let parked = self.control.is_none() && !self.resuming;
-                let timeout = terms.parked_disk_timeout;
+                let timeout = match self.has_anything() {
+                    true => terms.parked_disk_timeout,
+                    false => Some(terms.lease_timeout),
+                };
                 parked && timeout.is_some_and(|timeout| silent > timeout)
             }
         }

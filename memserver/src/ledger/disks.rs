@@ -1,10 +1,11 @@
 //! Far-memory disks: objects that outlive whoever uses them.
 //!
 //! A disk is created, claimed by one backend after the other, parked between them, and dropped when
-//! its claimant says goodbye, when it is created anew, or at the operator's word. The latest claim
-//! wins: it ends every connection of the one before, behind the same fence that a guest's new
-//! connection waits for, so that no write of the former claimant lands after it. Whoever resumes
-//! after a lost connection names its claim, and is refused if that is no longer the latest.
+//! its claimant says goodbye, when it is created anew, or at the operator's word; one that has nothing
+//! goes as soon as a guest's session would. The latest claim wins: it ends every connection of the one
+//! before, behind the same fence that a guest's new connection waits for, so that no write of the former
+//! claimant lands after it. Whoever resumes after a lost connection names its claim, and is refused if
+//! that is no longer the latest.
 
 use outram_wire::server::clock::BootTime;
 use outram_wire::server::{

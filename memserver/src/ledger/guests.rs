@@ -133,7 +133,7 @@ impl Account {
         self.session.name == *caller.name || self.has_anything() || now < self.settled_at
     }
 
-    fn has_anything(&self) -> bool {
+    pub(super) fn has_anything(&self) -> bool {
         self.reserved_bytes > 0 || self.session.slab_count() > 0
     }
 

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use outram_wire::server::channel::{EventFd, new_waker};
-use outram_wire::server::{ClientName, InstanceId, Refusal, SessionSecret, SlabId};
+use outram_wire::server::{
+    ClientName, DiskId, DiskShape, InstanceId, Opening, Refusal, SessionSecret, SlabId,
+};
 use outram_wire::units::VmId;
 
 use super::*;
@@ -80,16 +82,30 @@ impl World {
         (vm, secret): (u128, u8),
         arrives: bool,
     ) -> Result<Hold, Refusal> {
+        let vm = VmId(uuid::Uuid::from_u128(vm));
+        self.admit_to(Wish::Guest { vm, arrives }, name, secret)
+    }
+
+    fn admit_to(&self, wish: Wish, name: &ClientName, secret: u8) -> Result<Hold, Refusal> {
         self.ledger.admit(&Caller {
-            wish: Wish::Guest {
-                vm: VmId(uuid::Uuid::from_u128(vm)),
-                arrives,
-            },
+            wish,
             name,
             secret: SessionSecret([secret; 32]),
             socket: &self.socket,
             waker: &self.waker,
         })
+    }
+
+    /// A new disk of one slab.
+    fn create_disk(&self) -> Hold {
+        let shape = DiskShape {
+            bytes: SLAB,
+            part: 0,
+            parts: 1,
+        };
+        let disk = DiskId(uuid::Uuid::from_u128(77));
+        let wish = Wish::Disk(disk, Opening::Create(shape));
+        self.admit_to(wish, &self.name, 1).expect("created")
     }
 
     /// Has the session be as old as one that keeps nobody out with nothing.
@@ -411,4 +427,25 @@ fn a_session_that_has_nothing_is_its_clients_all_the_same() {
     assert!(is_taken(&world.admit(1, 2)), "it is connected");
     let hold = world.admit(1, 1).expect("its own");
     assert!(hold.resumed);
+}
+
+#[test]
+fn a_disk_takes_no_slab_that_was_made_ahead() {
+    let world = World::new();
+    let (disk, guest) = (world.create_disk(), world.admit(0, 1).expect("admitted"));
+    let left = std::thread::scope(|scope| {
+        scope.spawn(|| world.ledger.keep_spare());
+        world.ledger.spare.want();
+        while world.ledger.spare.bytes() == 0 {
+            std::thread::yield_now();
+        }
+        let left = [&disk, &guest].map(|hold| {
+            let leased = world.ledger.reserve(hold, SLAB);
+            let leased = leased.and_then(|_| world.ledger.lease(hold));
+            leased.map(|_| world.ledger.spare.bytes())
+        });
+        world.ledger.spare.close();
+        left
+    });
+    assert_eq!(left, [Ok(SLAB), Ok(0)]);
 }

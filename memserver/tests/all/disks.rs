@@ -196,11 +196,43 @@ fn a_parked_disk_is_dropped_after_its_time_where_one_is_set() {
         config.parked_disk_timeout = Some(Duration::from_millis(200));
     });
     let at = server.local_addr();
-    let user = open(at, &pki.client, 1, Opening::Create(SHAPE)).expect("created");
+    let (user, _) = created_with_slab(at, &pki);
     std::thread::sleep(Duration::from_millis(600));
     assert_eq!(server.stats().disks.len(), 1, "in use, it is not parked");
     drop(user);
     eventually("it is dropped", || server.stats().disks.is_empty());
+}
+
+#[test]
+fn a_disk_with_nothing_in_it_keeps_no_place_once_it_is_left() {
+    let pki = Pki::new();
+    let server = server(&pki, 4, |config| {
+        config.max_guests = 1;
+        config.lease_timeout = Duration::from_millis(200);
+    });
+    let at = server.local_addr();
+    let create = |disk| {
+        let purpose = Purpose::Disk {
+            disk: DiskId(uuid::Uuid::from_u128(disk)),
+            secret: SessionSecret([1; 32]),
+            opening: Opening::Create(SHAPE),
+        };
+        Client::for_purpose(at, &pki.client, purpose)
+    };
+    let left = create(1).expect("created");
+    std::thread::sleep(Duration::from_millis(600));
+    assert!(
+        matches!(refusal(create(2)), Refusal::TooMany { .. }),
+        "it is in use"
+    );
+    drop(left);
+    eventually("it is dropped", || server.stats().disks.is_empty());
+    let mut kept = create(2).expect("there is a place");
+    // Set aside is enough: nothing is written there yet.
+    kept.ask(Request::Reserve { bytes: SLAB });
+    drop(kept);
+    std::thread::sleep(Duration::from_millis(900));
+    assert_eq!(server.stats().disks.len(), 1, "it waits for whoever has it");
 }
 
 #[test]

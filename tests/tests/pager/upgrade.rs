@@ -19,7 +19,10 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("a_guest_is_upgraded_and_goes_back_when_asked", asked),
     ("a_guest_killed_with_its_backend_changes_builds", killed),
     ("a_pager_killed_after_an_upgrade_is_started_again", between),
-    ("a_guest_with_settings_that_the_other_build_lacks_goes_on_with_this_one", newer),
+    (
+        "a_guest_with_settings_that_the_other_build_lacks_goes_on_with_this_one",
+        newer,
+    ),
 ];
 
 const FILLED: u64 = 14_000;

@@ -25,6 +25,10 @@ use crate::remote::{DataConn, ExtentError, RemoteError, Session, SessionEvent, S
 /// far sooner, and giving a connection up costs all of them.
 const GRACE: Duration = Duration::from_secs(1);
 
+/// How long a slab that was given back may count at its server still: moments, or as long as a thread there waits for
+/// a processor.
+const COUNTED_STILL: Duration = Duration::from_secs(5);
+
 /// A disk's line to one server.
 pub(super) struct Line {
     pub(super) session: Session,
@@ -207,10 +211,24 @@ impl Line {
         self.state.wait(interrupt, |now| now.held.clone())
     }
 
-    /// Leases a slab.
+    /// Leases a slab. All of the disk's room is set aside, but a slab that was given back counts for as long as the
+    /// server is at a request to it: that is waited for.
     pub(super) fn lease(&self, interrupt: &Interrupt<'_>) -> Result<SlabId, DiskFault> {
+        let give_up_at = Instant::now() + COUNTED_STILL;
+        loop {
+            match self.ask_slab(interrupt)? {
+                Err(Refusal::ReservationExhausted { .. }) if Instant::now() < give_up_at => {
+                    std::thread::sleep(LOOK);
+                }
+                answer => return answer.map_err(|refusal| DiskFault::NoRoom(refusal.to_string())),
+            }
+        }
+    }
+
+    /// Asks for a slab: one, or why there is none.
+    fn ask_slab(&self, interrupt: &Interrupt<'_>) -> Result<Result<SlabId, Refusal>, DiskFault> {
         let known = self.state.lock().refusals;
-        let answer = self.state.wait(interrupt, |now| {
+        self.state.wait(interrupt, |now| {
             if let Some(slab) = now.slabs.pop_front() {
                 return Some(Ok(slab));
             }
@@ -221,8 +239,7 @@ impl Line {
                 self.session.request_slab();
             }
             None
-        })?;
-        answer.map_err(|refusal| DiskFault::NoRoom(refusal.to_string()))
+        })
     }
 
     /// Reads the bytes of `extents`.
@@ -352,10 +369,16 @@ fn wait_for(conn: &DataConn) {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::net::{TcpListener, TcpStream};
     use std::sync::atomic::AtomicBool;
+    use std::thread;
 
+    use rustix::io::ioctl_fionread;
+
+    use super::super::tests::{World, store};
     use super::*;
+    use crate::remote::test_server::SLAB;
 
     /// Tells a line's state of a connection of a greeting.
     fn connect(state: &LineState, listener: &TcpListener, generation: u64) {
@@ -396,5 +419,56 @@ mod tests {
         assert_eq!(next.generation(), 2);
         state.lock().take_back(next);
         assert!(take(&state).is_some());
+    }
+
+    #[test]
+    fn a_slab_that_its_server_is_not_done_with_is_waited_for() {
+        let world = World::new(&[SLAB]);
+        let disk = world.create();
+        let (never, store) = (Interrupt::never(), store(&disk));
+        let extents = store.layout.extents();
+        let start_of = |extent| u64::from(store.layout.block(extent, 0)) * 4096;
+        // All that is set aside is leased.
+        for extent in 0..extents {
+            disk.write(start_of(extent), &[1; 4096], &never)
+                .expect("there is room");
+        }
+        // Answers that nobody takes keep the server at a slab.
+        let slab = store.extents.get(0).expect("written").place.slab;
+        let whole = Extent {
+            slab,
+            offset: 0,
+            length: SLAB as u32,
+        };
+        let mut slow = take(&store.lines[0].state).expect("idle");
+        for id in 0..64 {
+            slow.submit_read(id, &[whole]).expect("submitted");
+        }
+        assert!(!slow.wants_write(), "all is asked for");
+        let before = Cell::new(0);
+        world.eventually("the server to wait for its client", || {
+            thread::sleep(LOOK);
+            let unread = ioctl_fionread(&slow).expect("a socket");
+            unread > 0 && before.replace(unread) == unread
+        });
+        disk.zero(0, start_of(1), &never).expect("discarded");
+        let refused = |times| {
+            world.eventually("a refusal", || {
+                store.lines[0].state.lock().refusals >= times
+            });
+        };
+        let flag = AtomicBool::new(false);
+        let write = |interrupt| disk.write(0, &[2; 4096], &interrupt);
+        let outcomes = thread::scope(|scope| {
+            let asked = scope.spawn(|| write(Interrupt::by(&flag)));
+            refused(1);
+            flag.store(true, Ordering::Release);
+            let interrupted = asked.join().expect("no panic");
+            let again = scope.spawn(|| write(never));
+            refused(2);
+            drop(slow);
+            (interrupted, again.join().expect("no panic"))
+        });
+        assert_eq!(outcomes, (Err(DiskFault::Interrupted), Ok(())));
     }
 }

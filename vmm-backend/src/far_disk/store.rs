@@ -215,6 +215,8 @@ impl Store {
             into.fill(0);
             return Ok(());
         };
+        // What was read stays so when the disk is left, though the release that was under way is never ended.
+        self.ensure_header(&stored, interrupt)?;
         self.settle(&stored, run, interrupt)?;
         for (piece, written) in stored.pieces(run) {
             let at = (piece.first - run.first) as usize * BLOCK;

@@ -38,8 +38,6 @@ pub(super) struct Housekeeping {
     pub(super) rule: Arc<BudgetRule>,
     pub(super) records: Records,
     pub(super) promises: Arc<Promises>,
-    /// Slabs in the slot pool, with their servers.
-    pub(super) known_slabs: HashSet<SlabRef>,
     /// Servers that are connected by what was heard: of one that came back, what it lost is heard first. Its
     /// status shows it sooner, and until then pages that are in memory alone would pass for stored.
     pub(super) up: Vec<bool>,
@@ -122,9 +120,6 @@ impl Housekeeping {
                     })
                     .collect();
                 self.notes.note_lost(server, slabs.len() as u64);
-                for slab in &slabs {
-                    self.known_slabs.remove(slab);
-                }
                 forget_slabs(&self.shared, &self.shards, &slabs);
             }
             SessionEvent::Leased { server, slab } => self.leased(server, slab),
@@ -188,7 +183,6 @@ impl Housekeeping {
             return self.give_back(server, id, reason);
         }
         crash_points::pass(Point::LeaseRecorded);
-        self.known_slabs.insert(slab);
         self.shared.slots.add_slab(slab, pages);
         self.notes.clear_refusal(server);
         self.writer.send(WriterEvent::Leased(server));
@@ -225,9 +219,13 @@ impl Housekeeping {
         );
         self.up[server] = true;
         self.shared.slots.set_connected(server, true);
-        // What the server keeps for us without our knowing holds nothing of ours.
+        // What the server keeps for us, and the pool has not, holds nothing of ours: it was never taken in, or is
+        // about to be given back anyway. Only this thread takes any in, as it hears of them, and of each that `held`
+        // names it has heard by now.
+        let groups = self.shared.slots.groups();
+        let known: HashSet<SlabRef> = groups.iter().map(|group| group.slab).collect();
         for slab in held {
-            if !self.known_slabs.contains(&SlabRef {
+            if !known.contains(&SlabRef {
                 server,
                 slab: slab.0,
             }) {
@@ -239,62 +237,123 @@ impl Housekeeping {
 
 #[cfg(test)]
 mod tests {
+    use crossbeam_channel::Sender;
+
     use super::*;
     use crate::pager::inbox::inbox;
     use crate::pager::test_world::{SERVERS, World};
-    use crate::remote::RemoteError;
+    use crate::remote::{RemoteError, SessionStatus};
+
+    /// The upkeep of a world, and who tells it what sessions do.
+    struct Upkeep<'a> {
+        world: &'a World,
+        keeping: Housekeeping,
+        says: Sender<SessionEvent>,
+    }
+
+    impl<'a> Upkeep<'a> {
+        fn of(world: &'a World) -> Self {
+            let records = Records::of(world.dir.path());
+            let (says, events) = crossbeam_channel::unbounded();
+            let keeping = Housekeeping {
+                shared: Arc::clone(&world.shared),
+                staging: Arc::clone(&world.staging),
+                sessions: Arc::clone(&world.sessions),
+                events,
+                shards: Vec::new(),
+                writer: inbox().expect("an eventfd").0,
+                notes: Arc::new(ServerNotes::new(SERVERS)),
+                rule: Arc::new(BudgetRule::new(1, 1)),
+                records: records.clone(),
+                promises: Arc::new(Promises::new(Arc::clone(&world.sessions), records, 0)),
+                up: vec![false; SERVERS],
+            };
+            Self {
+                world,
+                keeping,
+                says,
+            }
+        }
+
+        fn hear(&mut self, events: impl IntoIterator<Item = SessionEvent>) {
+            for event in events {
+                self.says.send(event).expect("it is heard");
+            }
+            self.keeping.tick();
+        }
+
+        fn status(&self) -> SessionStatus {
+            self.world.sessions[0].status()
+        }
+
+        /// The first server's slab.
+        fn slab(&self) -> SlabId {
+            SlabId(self.world.slabs[0].slab)
+        }
+
+        /// The first server is greeted, and keeps these for us.
+        fn up(&self, held: &[SlabId]) -> SessionEvent {
+            let status = self.status();
+            SessionEvent::Up {
+                server: 0,
+                instance: status.instance,
+                slab_bytes: status.slab_bytes,
+                held: held.to_vec(),
+            }
+        }
+    }
 
     #[test]
     fn a_server_that_came_back_is_connected_once_its_losses_are_heard() {
         let world = World::new();
-        let records = Records::of(world.dir.path());
-        let (says, events) = crossbeam_channel::unbounded();
         let slots = &world.shared.slots;
-        let mut keeping = Housekeeping {
-            shared: Arc::clone(&world.shared),
-            staging: Arc::clone(&world.staging),
-            sessions: Arc::clone(&world.sessions),
-            events,
-            shards: Vec::new(),
-            writer: inbox().expect("an eventfd").0,
-            notes: Arc::new(ServerNotes::new(SERVERS)),
-            rule: Arc::new(BudgetRule::new(1, 1)),
-            records: records.clone(),
-            promises: Arc::new(Promises::new(Arc::clone(&world.sessions), records, 0)),
-            known_slabs: world.slabs.iter().copied().collect(),
-            up: vec![false; SERVERS],
-        };
-        let status = world.sessions[0].status();
+        let mut upkeep = Upkeep::of(&world);
+        let status = upkeep.status();
         assert!(status.connected && world.sessions[0].lease_valid());
-        keeping.tick();
+        upkeep.hear([]);
         assert!(!slots.is_connected(0), "nothing was heard of it");
-        let up = || SessionEvent::Up {
-            server: 0,
-            instance: status.instance,
-            slab_bytes: status.slab_bytes,
-            held: Vec::new(),
-        };
-        let say = |event| says.send(event).expect("it is heard");
-        say(up());
-        keeping.tick();
+        upkeep.hear([upkeep.up(&[])]);
         assert!(slots.is_connected(0));
-        say(SessionEvent::Down {
+        upkeep.hear([SessionEvent::Down {
             server: 0,
             error: Arc::new(RemoteError::Disconnected(status.address.clone())),
-        });
-        keeping.tick();
+        }]);
         assert!(
             !slots.is_connected(0),
             "its status is shown before its losses are told"
         );
-        say(SessionEvent::Lost {
+        let lost = SessionEvent::Lost {
             server: 0,
-            slabs: vec![SlabId(world.slabs[0].slab)],
-        });
-        say(up());
-        keeping.tick();
+            slabs: vec![upkeep.slab()],
+        };
+        upkeep.hear([lost, upkeep.up(&[])]);
         assert!(slots.is_connected(0));
         let left: Vec<SlabRef> = slots.groups().iter().map(|group| group.slab).collect();
         assert_eq!(left, world.slabs[1..]);
+    }
+
+    #[test]
+    fn a_slab_that_no_page_can_lie_in_is_given_back_and_no_other() {
+        let world = World::new();
+        let slots = &world.shared.slots;
+        let mut upkeep = Upkeep::of(&world);
+        let slab = upkeep.slab();
+        let has_it = |upkeep: &Upkeep<'_>| {
+            // Orders are obeyed in turn.
+            world.sessions[0].reserve(0).expect("it is connected");
+            upkeep.status().slabs == 1
+        };
+        upkeep.hear([upkeep.up(&[slab])]);
+        assert!(has_it(&upkeep), "it is in the pool");
+        // It comes, and what is told of it lies unheard when the server is greeted again.
+        slots.forget(&world.slabs[..1]);
+        let leased = SessionEvent::Leased { server: 0, slab };
+        upkeep.hear([leased, upkeep.up(&[slab])]);
+        assert!(has_it(&upkeep), "it has come before");
+        // Pages left it.
+        slots.vacate(world.slabs[0]);
+        assert_eq!(slots.drain_releasable(), world.slabs[..1]);
+        upkeep.hear([upkeep.up(&[slab])]);
+        assert!(!has_it(&upkeep));
     }
 }

@@ -465,7 +465,6 @@ impl PreparedPager {
             rule: Arc::clone(&rule),
             records: records.clone(),
             promises: Arc::clone(&promises),
-            known_slabs: held.recovered.unwrap_or_default(),
             up: vec![false; self.sessions.len()],
         };
         threads.push(spawn("housekeeping", &gate, move || {

@@ -27,6 +27,10 @@ use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
 /// An owner that listens no more gives its last order within so long: it only ends its threads first.
 const LAST_ORDER: Duration = Duration::from_secs(30);
 
+/// Where RDMA ends so soon after a greeting it is of no use, whatever its first packets did: within eight seconds a
+/// queue pair tells what does not get through.
+const SOON: Duration = Duration::from_secs(15);
+
 /// Why the keeper stops serving a link.
 pub(super) enum LinkEnd {
     Failed(RemoteError),
@@ -465,7 +469,12 @@ impl Keeper {
             Order::DataLost(generation) if self.is_current(generation) => {
                 let reason = "one is dead: all are made anew, behind the server's fence";
                 let source = std::io::Error::new(std::io::ErrorKind::ConnectionReset, reason);
-                Err(LinkEnd::Failed(self.dialer.data_error(source)))
+                let error = self.dialer.data_error(source);
+                // A server that dies ends the control connection long before a queue pair notices.
+                Err(match link.verbs.is_some() && link.since.elapsed() < SOON {
+                    true => self.lose_verbs(link.since, error),
+                    false => LinkEnd::Failed(error),
+                })
             }
             Order::DataFailed(role, generation, error) if self.is_current(generation) => {
                 let words = with_causes(&error);
