@@ -48,7 +48,9 @@ fetch_kernel() { # $package -> target/images/kernel/ unpacked
     package=$(resolve_kernel)
   done
   rm -rf "$out/kernel"; mkdir -p "$out/kernel"
-  dpkg-deb --fsys-tarfile "$work"/*.deb | tar -x -C "$out/kernel" ./boot ./lib/modules
+  # Since Debian 13, modules are packed below usr/lib.
+  mkdir -p "$out/kernel/usr/lib"; ln -s usr/lib "$out/kernel/lib"
+  dpkg-deb --fsys-tarfile "$work"/*.deb | tar -x -C "$out/kernel" --wildcards './boot' './*lib/modules'
   rm -rf "$work"
   : >"$out/kernel/.$package"
 }

@@ -105,6 +105,8 @@ impl Housekeeping {
                 tracing::debug!(server, %error, "a memory server is out of reach");
                 self.up[server] = false;
                 self.shared.slots.set_connected(server, false);
+                // What moves from there gives back what it holds: all of the guest may wait for that.
+                self.shards.iter().for_each(Inbox::ring);
             }
             SessionEvent::Lost { server, slabs } => {
                 tracing::error!(
@@ -240,14 +242,15 @@ mod tests {
     use crossbeam_channel::Sender;
 
     use super::*;
-    use crate::pager::inbox::inbox;
+    use crate::pager::inbox::{Messages, inbox};
     use crate::pager::test_world::{SERVERS, World};
     use crate::remote::{RemoteError, SessionStatus};
 
-    /// The upkeep of a world, and who tells it what sessions do.
+    /// The upkeep of a world, the shard that it rings, and who tells it what sessions do.
     struct Upkeep<'a> {
         world: &'a World,
         keeping: Housekeeping,
+        shard: Messages<ShardEvent>,
         says: Sender<SessionEvent>,
     }
 
@@ -255,12 +258,13 @@ mod tests {
         fn of(world: &'a World) -> Self {
             let records = Records::of(world.dir.path());
             let (says, events) = crossbeam_channel::unbounded();
+            let (to_shard, shard) = inbox().expect("an eventfd");
             let keeping = Housekeeping {
                 shared: Arc::clone(&world.shared),
                 staging: Arc::clone(&world.staging),
                 sessions: Arc::clone(&world.sessions),
                 events,
-                shards: Vec::new(),
+                shards: vec![to_shard],
                 writer: inbox().expect("an eventfd").0,
                 notes: Arc::new(ServerNotes::new(SERVERS)),
                 rule: Arc::new(BudgetRule::new(1, 1)),
@@ -271,6 +275,7 @@ mod tests {
             Self {
                 world,
                 keeping,
+                shard,
                 says,
             }
         }
@@ -314,6 +319,7 @@ mod tests {
         assert!(!slots.is_connected(0), "nothing was heard of it");
         upkeep.hear([upkeep.up(&[])]);
         assert!(slots.is_connected(0));
+        assert!(!upkeep.shard.have_rung());
         upkeep.hear([SessionEvent::Down {
             server: 0,
             error: Arc::new(RemoteError::Disconnected(status.address.clone())),
@@ -322,6 +328,7 @@ mod tests {
             !slots.is_connected(0),
             "its status is shown before its losses are told"
         );
+        assert!(upkeep.shard.have_rung(), "moves may hold what others need");
         let lost = SessionEvent::Lost {
             server: 0,
             slabs: vec![upkeep.slab()],

@@ -53,7 +53,6 @@ use crate::engine::pace::Pace;
 use crate::engine::policy::ThreeQueues;
 use crate::engine::seal::{PageKey, SECRET_BYTES, Secret};
 use crate::engine::shard::Shard;
-use crate::engine::slots::SlabRef;
 use crate::engine::table::{PageTable, Words};
 use crate::engine::{Shared, SharedRef, budget, slots, staging, stats};
 use crate::handover::discover::RamBlock;
@@ -225,8 +224,8 @@ struct Held {
     plugging: Plugging,
     hindrances: Hindrances,
     record: Record,
-    /// Where it was a former process's, whose table is recovered by now: its slabs.
-    recovered: Option<HashSet<SlabRef>>,
+    /// Whether it was a former process's, whose table is recovered by now.
+    is_recovered: bool,
 }
 
 /// Mounts a new guest's state directory, where a [`PreparedPager`] of the same configuration will
@@ -391,7 +390,7 @@ impl PreparedPager {
             plugging,
             hindrances: Hindrances::default(),
             record,
-            recovered: None,
+            is_recovered: false,
         })
     }
 
@@ -439,7 +438,7 @@ impl PreparedPager {
         threads.push(spawn("write-back", &gate, move || writer.work())?);
         let (stop_keeping, stopped) = bounded(1);
         let standing = self.config.standing();
-        let is_new = held.recovered.is_none();
+        let is_new = !held.is_recovered;
         let limit_pages = self.sizes.limit_pages;
         let rule = Arc::new(BudgetRule::new(limit_pages, standing.ram_pages()));
         if !is_new {
@@ -680,7 +679,7 @@ impl Parts<'_> {
         };
         let regions = self.held.ram.regions().into_iter();
         for region in regions.filter(|region| range.contains(region.pages.first)) {
-            if self.held.recovered.is_some() {
+            if self.held.is_recovered {
                 // Watched by a former process, and since then.
                 thread.take_over(region.pages, &shared.table);
                 continue;

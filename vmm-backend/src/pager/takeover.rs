@@ -256,7 +256,7 @@ impl Orphan {
             plugging: Plugging::again(&self.record.foreign),
             hindrances,
             record: self.record,
-            recovered: Some(recovered),
+            is_recovered: true,
         })?;
         crash_points::pass(Point::RecoverThreads);
         pager.wake_all();
