@@ -24,6 +24,7 @@ use std::{fs, io};
 use outram_wire::control::Phase;
 use outram_wire::host_settings::{HostSettings, SettingsError};
 use outram_wire::incoming::Incoming;
+use outram_wire::shmem_thp::{self, HugeShmem, Unreadable};
 
 use crate::apparmor;
 use crate::arrival::{self, Caller};
@@ -34,7 +35,6 @@ use crate::launch::{self, Launch, LaunchError};
 use crate::metadata::{self, MetadataError, NAMESPACE_MARK, PROBE};
 use crate::page_size;
 use crate::refusal::{self, Refusal};
-use crate::shmem_thp::{self, HugeShmem};
 use crate::{process, qemu_user};
 use outram_wire::causes::with_causes;
 
@@ -59,6 +59,9 @@ pub enum HookError {
     /// The kernel may put huge pages into shared memory.
     #[error("{}", list(.0))]
     HugeShmem(Vec<HugeShmem>),
+    /// Whether it may is not known.
+    #[error(transparent)]
+    UnreadableShmem(#[from] Unreadable),
     /// AppArmor would keep QEMU from connecting to its backend.
     #[error(
         "AppArmor confines QEMU, and its rules do not allow what paging needs: {0}; 'outram setup' puts them in place"
@@ -209,7 +212,7 @@ pub fn prepare(xml: &[u8], paths: &Paths) -> Result<(), HookError> {
     // Guests on hugetlbfs have none of these.
     let huge = match launch.page_size.is_huge() {
         true => Vec::new(),
-        false => shmem_thp::find(Path::new(shmem_thp::SETTINGS)),
+        false => shmem_thp::find(Path::new(shmem_thp::SETTINGS))?,
     };
     if !huge.is_empty() {
         return Err(HookError::HugeShmem(huge));

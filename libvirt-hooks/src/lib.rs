@@ -30,5 +30,4 @@ pub mod page_size;
 pub mod process;
 pub mod qemu_user;
 pub mod refusal;
-pub mod shmem_thp;
 mod uffd_probe;

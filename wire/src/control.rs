@@ -111,7 +111,7 @@ pub enum Phase {
     Waiting,
     /// Serves a guest.
     Serving,
-    /// A server is out of reach: faults on pages that it holds wait.
+    /// Faults wait: for a server out of reach, or for room while nothing may be evicted.
     Stalled,
     /// A page the guest asked for is lost: its fault stays unanswered; see `lost` and `detail`.
     Stopped,

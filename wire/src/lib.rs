@@ -19,6 +19,7 @@ pub mod pki;
 pub mod scrape;
 pub mod seal;
 pub mod server;
+pub mod shmem_thp;
 pub mod tls;
 pub mod tuning;
 pub mod units;

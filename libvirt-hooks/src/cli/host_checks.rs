@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use outram_wire::host_settings::HostSettings;
 use outram_wire::identity::{Identity, expires_soon, expiry_in_words};
+use outram_wire::shmem_thp;
 use rustls::ClientConfig;
 
 use super::doctor::{Check, Verdict, knows_hook};
@@ -17,7 +18,6 @@ use crate::daemons;
 use crate::host::{self, Paths, is_executable};
 use crate::observer::{Observer, ObserverError};
 use crate::process;
-use crate::shmem_thp;
 use crate::uffd_probe;
 use outram_wire::causes::with_causes;
 use outram_wire::server::{ServerAddress, ServerStats};
@@ -113,7 +113,10 @@ fn userfaultfd() -> Check {
 
 fn huge_shmem() -> Check {
     let name = "huge pages";
-    let found = shmem_thp::find(Path::new(shmem_thp::SETTINGS));
+    let found = match shmem_thp::find(Path::new(shmem_thp::SETTINGS)) {
+        Ok(found) => found,
+        Err(error) => return Check::fail(name, error.to_string(), "run this as root"),
+    };
     if found.is_empty() {
         return Check::pass(name, "off for shared memory");
     }

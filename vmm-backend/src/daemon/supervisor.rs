@@ -428,8 +428,8 @@ impl Supervisor<'_> {
             .exec()
     }
 
-    /// Whether a program, which may be of an earlier build, knows all arguments of this guest: it tells of one that
-    /// it does not know before it comes to the wish for help.
+    /// Demands that a program, which may be of an earlier build, knows all arguments of this guest: it tells of one
+    /// that it does not know before it comes to the wish for help.
     fn demand_known(&self, program: &Path) -> io::Result<()> {
         let mut asked = Command::new(program);
         asked.arg("run").args(self.arguments).arg("--help");

@@ -113,8 +113,7 @@ impl<P: Ports> Shard<P> {
             return ControlFlow::Continue(());
         }
         // Room would be held for it until its server is back.
-        let slots = &self.shared.slots;
-        if !entry.slot.is_some_and(|slot| slots.is_within_reach(slot)) {
+        if !self.is_near(page) {
             self.shared.budget.cancel(1);
             return ControlFlow::Break(());
         }

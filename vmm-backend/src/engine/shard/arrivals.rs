@@ -102,7 +102,7 @@ impl<P: Ports> Shard<P> {
                     self.stage_moved(page, entry, bytes, ticket);
                 }
                 ticket => {
-                    self.end_move(ticket.flatten());
+                    self.give_back(ticket.flatten());
                     self.install_or_gather(page, entry, bytes, pending);
                 }
             }

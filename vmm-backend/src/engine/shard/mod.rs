@@ -895,8 +895,7 @@ impl<P: Ports> Shard<P> {
     /// The page's bytes are gone: nothing wrong is ever given instead.
     fn lose(&mut self, page: PageIndex, pending: Pending) {
         self.guesses.drop(page);
-        let ticket = self.moving.remove(&page);
-        self.end_move(ticket.flatten());
+        self.end_move(page);
         let entry = self.shared.table.load(page);
         if entry.state != State::Lost {
             self.set(
@@ -996,8 +995,7 @@ impl<P: Ports> Shard<P> {
             self.shared.budget.release(1);
         }
         self.leave_queues(page, pending.wait);
-        let ticket = self.moving.remove(&page);
-        self.end_move(ticket.flatten());
+        self.end_move(page);
         Some(pending)
     }
 

@@ -2,7 +2,7 @@
 //! where there is no staging), a few at a time, behind everything that the guest waits for.
 
 use super::*;
-use crate::engine::StagedPage;
+use crate::engine::{SlotId, StagedPage};
 
 /// Pages on their way at once: enough to keep the wire busy.
 const MOVES_MOST: usize = 16;
@@ -43,32 +43,38 @@ impl<P: Ports> Shard<P> {
 
     /// Has a page move if it is stored in a slab that its server has asked for.
     pub(super) fn move_if_vacating(&mut self, page: PageIndex) {
-        let slot = self.shared.table.load(page).slot;
-        if let Some(slot) = slot.filter(|slot| self.shared.slots.is_vacating(*slot)) {
+        if let Some(slot) = self.vacating_slot(page) {
             self.to_move.insert((slot.group, page));
         }
     }
 
     /// What was to come home from such a slab had no mapping: it is tried once more when mappings are known again.
     pub(super) fn note_unmapped(&mut self, page: PageIndex) {
-        let slot = self.shared.table.load(page).slot;
-        if slot.is_some_and(|slot| self.shared.slots.is_vacating(slot)) {
+        if self.vacating_slot(page).is_some() {
             self.unmapped.insert(page);
         }
     }
 
+    /// A page's slot, if it lies in a slab that is wanted back.
+    fn vacating_slot(&self, page: PageIndex) -> Option<SlotId> {
+        let slot = self.shared.table.load(page).slot;
+        slot.filter(|slot| self.shared.slots.is_vacating(*slot))
+    }
+
+    /// Whether a server within reach has the page.
+    pub(super) fn is_near(&self, page: PageIndex) -> bool {
+        let slot = self.shared.table.load(page).slot;
+        slot.is_some_and(|slot| self.shared.slots.is_within_reach(slot))
+    }
+
     /// Has what moves from a server that went out of reach wait without holding what others need.
     fn put_off_moves(&mut self) {
-        let is_far = |page: &PageIndex| {
-            let slot = self.shared.table.load(*page).slot;
-            !slot.is_some_and(|slot| self.shared.slots.is_within_reach(slot))
-        };
-        let mut far: Vec<PageIndex> = self.moving.keys().copied().filter(is_far).collect();
+        let moving = self.moving.keys().copied();
+        let mut far: Vec<PageIndex> = moving.filter(|page| !self.is_near(*page)).collect();
         // The map has another order each time; a simulation has to go the same way again.
         far.sort_unstable();
         for page in far {
-            let ticket = self.moving.remove(&page);
-            self.end_move(ticket.flatten());
+            self.end_move(page);
             // Its answer, should it come, is to nobody.
             if self.pending.get(&page).is_some_and(Pending::is_idle) {
                 drop(self.end_waiting(page));
@@ -94,25 +100,21 @@ impl<P: Ports> Shard<P> {
             && let Some((group, page)) = self.to_move.range(from..).next().copied()
         {
             let entry = self.shared.table.load(page);
-            let vacating = entry
-                .slot
-                .is_some_and(|slot| slot.group == group && self.shared.slots.is_vacating(slot));
+            let slot = self.vacating_slot(page);
+            let vacating = slot.is_some_and(|slot| slot.group == group);
             // Whoever waits for the page already brings it home, and its slot is dropped then.
             if entry.state != State::Stored || !vacating || self.pending.contains_key(&page) {
                 self.to_move.remove(&(group, page));
                 continue;
             }
             // It waits for its server without holding what others need, or holding them up.
-            let is_near = entry
-                .slot
-                .is_some_and(|slot| self.shared.slots.is_within_reach(slot));
-            // A guest that may have all of its memory here has no staging: there the page comes home. A huge one may
-            // be missing from the host's pool.
-            let comes_home = capacity == 0 && !self.shared.page_size.is_huge();
-            if !is_near {
+            if !self.is_near(page) {
                 from = (group + 1, PageIndex(0));
                 continue;
             }
+            // A guest that may have all of its memory here has no staging: there the page comes home. A huge one may
+            // be missing from the host's pool.
+            let comes_home = capacity == 0 && !self.shared.page_size.is_huge();
             if !comes_home && !self.shared.slots.may_move() {
                 return;
             }
@@ -130,7 +132,7 @@ impl<P: Ports> Shard<P> {
                 if ticket.is_none() {
                     self.shared.staging.note_starved();
                 }
-                self.end_move(ticket);
+                self.give_back(ticket);
                 return;
             }
             if !comes_home {
@@ -159,36 +161,24 @@ impl<P: Ports> Shard<P> {
     /// No room is counted for it.
     pub(super) fn lose_stored(&mut self, page: PageIndex, entry: Entry, pending: Option<Pending>) {
         let mut pending = pending.unwrap_or_else(|| Pending::new(None, self.ports.now_us()));
-        let ticket = self.moving.remove(&page);
-        self.end_move(ticket.flatten());
+        self.end_move(page);
         let fetched = pending.fetched.take().filter(|(of, _)| *of == entry);
-        let is_kept = self.stage_copy(page, entry, fetched.map(|(_, bytes)| bytes));
+        let copy = fetched.map(|(_, bytes)| bytes).or_else(|| {
+            let found = self.find_spare(page, &entry);
+            found.map(|_| self.spare.clone())
+        });
+        let mut is_kept = false;
+        if let Some(bytes) = copy
+            && let Some(ticket) = self.staging_slot()
+        {
+            self.stage_stored(page, entry, &bytes, ticket);
+            is_kept = true;
+        }
         match (is_kept, pending.is_idle()) {
             (true, true) => drop(self.guesses.drop(page)),
             (true, false) => self.resolve(page, pending),
             (false, _) => self.lose(page, pending),
         }
-    }
-
-    /// Stages a stored page from a copy that this host has, if there is one and a place for it. It may have been
-    /// fetched already.
-    pub(super) fn stage_copy(
-        &mut self,
-        page: PageIndex,
-        entry: Entry,
-        fetched: Option<Box<[u8]>>,
-    ) -> bool {
-        let found = fetched.or_else(|| {
-            let found = self.find_spare(page, &entry);
-            found.map(|_| self.spare.clone())
-        });
-        if let Some(bytes) = found
-            && let Some(ticket) = self.staging_slot()
-        {
-            self.stage_stored(page, entry, &bytes, ticket);
-            return true;
-        }
-        false
     }
 
     fn stage_stored(&mut self, page: PageIndex, entry: Entry, bytes: &[u8], ticket: Ticket) {
@@ -224,8 +214,14 @@ impl<P: Ports> Shard<P> {
         self.shared.staging.take(1)?.into_iter().next()
     }
 
+    /// The page, if it was to move, does so no longer.
+    pub(super) fn end_move(&mut self, page: PageIndex) {
+        let ticket = self.moving.remove(&page);
+        self.give_back(ticket.flatten());
+    }
+
     /// Gives a move's staging slot back.
-    pub(super) fn end_move(&mut self, ticket: Option<Ticket>) {
+    pub(super) fn give_back(&self, ticket: Option<Ticket>) {
         if let Some(ticket) = ticket {
             self.shared.staging.release(ticket.slot);
         }

@@ -186,15 +186,9 @@ impl<P: Ports> Shard<P> {
                     ..entry
                 };
                 self.set(page, next);
-                if safe {
-                    self.move_if_vacating(page);
-                } else if !self.stage_copy(page, next, None) {
-                    let lost = Entry {
-                        state: State::Lost,
-                        slot: None,
-                        ..next
-                    };
-                    self.set(page, lost);
+                match safe {
+                    true => self.move_if_vacating(page),
+                    false => self.lose_stored(page, next, None),
                 }
             }
             Fate::Filled => {
