@@ -160,6 +160,8 @@ impl Groups {
 pub struct SlotPool {
     groups: Mutex<Groups>,
     connected: Vec<AtomicBool>,
+    /// How often a server came within reach.
+    arrivals: AtomicU64,
     kept: AtomicU64,
     keep_allowance: AtomicU64,
     /// Whether servers have promised more than is in use.
@@ -176,6 +178,7 @@ impl SlotPool {
         Self {
             groups: Mutex::default(),
             connected: (0..servers).map(|_| AtomicBool::new(false)).collect(),
+            arrivals: AtomicU64::new(0),
             kept: AtomicU64::new(0),
             keep_allowance: AtomicU64::new(0),
             has_unneeded: AtomicBool::new(false),
@@ -193,7 +196,15 @@ impl SlotPool {
 
     /// Notes whether a server is connected *and* its lease valid.
     pub fn set_connected(&self, server: ServerIndex, connected: bool) {
-        self.connected[server].store(connected, Ordering::Release);
+        let was_connected = self.connected[server].swap(connected, Ordering::AcqRel);
+        if connected && !was_connected {
+            self.arrivals.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// How often a server came within reach.
+    pub(super) fn arrivals(&self) -> u64 {
+        self.arrivals.load(Ordering::Acquire)
     }
 
     /// Whether the server is connected and its lease valid.
@@ -380,7 +391,7 @@ impl SlotPool {
         let inner = self.lock();
         let groups = inner.groups.values();
         groups
-            .filter(|group| self.takes_more(group, may_take))
+            .filter(|group| group.room() > 0 && self.takes_more(group, may_take))
             .map(|group| u64::from(group.room()))
             .sum()
     }
@@ -430,6 +441,17 @@ impl SlotPool {
         let inner = self.lock();
         let vacating = inner.groups.values().filter(|group| group.vacating);
         vacating.map(|group| u64::from(group.used)).sum()
+    }
+
+    /// Groups of which slabs are wanted back by their servers, and that can be reached, in the order of their numbers;
+    /// and how many pages lie in each.
+    pub(super) fn vacating_within_reach(&self) -> Vec<(u32, u32)> {
+        let inner = self.lock();
+        let groups = inner.groups.iter();
+        let wanted = groups.filter(|(_, group)| group.vacating && self.reaches_one(group));
+        wanted
+            .map(|(number, group)| (*number, group.used))
+            .collect()
     }
 
     /// Sets how many pages may begin to leave such slabs, until it is set again.

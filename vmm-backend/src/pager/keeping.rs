@@ -138,7 +138,7 @@ impl Housekeeping {
                     server,
                     slab: slab.0,
                 };
-                if let Some(group) = self.shared.slots.vacate(slab) {
+                if self.shared.slots.vacate(slab).is_some() {
                     tracing::info!(
                         server,
                         slab = slab.slab,
@@ -146,7 +146,7 @@ impl Housekeeping {
                     );
                     self.shards
                         .iter()
-                        .for_each(|shard| shard.send(ShardEvent::Vacate(group)));
+                        .for_each(|shard| shard.send(ShardEvent::Vacate));
                 }
                 self.writer.ring();
             }

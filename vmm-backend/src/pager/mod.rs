@@ -29,7 +29,7 @@ mod test_world;
 mod uffd;
 mod writer;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -673,7 +673,6 @@ impl Parts<'_> {
             vmm: Arc::clone(&self.held.vmm),
             unmapped: Vec::new(),
             leaving: Vec::new(),
-            wanted_back: HashSet::new(),
             last_of_guest: Instant::now(),
             spin: spin::Spin::default(),
         };

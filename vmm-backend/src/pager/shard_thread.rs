@@ -85,8 +85,8 @@ pub(super) enum ShardEvent {
     Disconnected(ServerIndex),
     /// Groups of slabs are gone for good.
     GroupsLost(Arc<HashSet<u32>>),
-    /// Move pages out of this group: its server wants the slab back.
-    Vacate(u32),
+    /// Move pages out of slabs that their servers want back: they are marked, and there are more of them.
+    Vacate,
     /// Bring every page home, or call that off.
     Homing(bool),
     /// Leave the memory to the kernel once every page is home; answered over the channel.
@@ -288,8 +288,6 @@ pub(super) struct ShardThread {
     pub(super) unmapped: Vec<PageRun>,
     /// Regions on their way out, and who waits for that.
     pub(super) leaving: Vec<(PageRun, Sender<()>)>,
-    /// Groups of slabs that their servers want back, and that are not looked for yet.
-    pub(super) wanted_back: HashSet<u32>,
     /// When the guest last asked for something, or something came for it.
     pub(super) last_of_guest: Instant,
     /// How the thread waits for a guest that goes on.
@@ -338,10 +336,6 @@ impl ShardThread {
                     event => self.handle(event),
                 }
             }
-            // A server that shrinks wants many back, and each look at them takes long where the guest is large.
-            if !self.wanted_back.is_empty() {
-                self.shard.on_vacate(&std::mem::take(&mut self.wanted_back));
-            }
             for fetch in self.shard.ports().demand.drain_gone() {
                 self.shard
                     .on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
@@ -360,8 +354,10 @@ impl ShardThread {
     /// Waits until something is to be done.
     fn wait(&mut self, events: &mut Events) -> io::Result<Ready> {
         let shard = &self.shard;
-        let again =
-            shard.has_retries() || shard.has_more_to_bring() || shard.has_slots_to_give_back();
+        let again = shard.has_retries()
+            || shard.has_more_to_bring()
+            || shard.has_more_to_vacate()
+            || shard.has_slots_to_give_back();
         let retry = match again {
             true => Some(&RETRY),
             false => self.shard.waits_for_pool().then_some(&POOL_PAUSE),
@@ -601,7 +597,7 @@ impl ShardThread {
             }
             ShardEvent::Disconnected(server) => self.shard.ports().demand.disconnected(server),
             ShardEvent::GroupsLost(groups) => self.shard.on_groups_lost(&groups),
-            ShardEvent::Vacate(group) => drop(self.wanted_back.insert(group)),
+            ShardEvent::Vacate => self.shard.on_vacate(),
             ShardEvent::Homing(true) => self.shard.start_homing(),
             ShardEvent::Homing(false) => self.shard.stop_homing(),
             ShardEvent::Plug(region, populated) => self.plug(region, populated),

@@ -238,12 +238,13 @@ impl Simulation {
     /// Pages leave groups that have lost a copy.
     pub(crate) fn move_degraded(&mut self) {
         let degraded = std::mem::take(&mut self.world.borrow_mut().servers.degraded);
-        for group in degraded {
-            for shard in 0..SHARDS {
-                self.empty_inbox(shard);
-                self.shards[shard].on_vacate(&HashSet::from([group]));
-                self.shards[shard].pump();
-            }
+        if degraded.is_empty() {
+            return;
+        }
+        for shard in 0..SHARDS {
+            self.empty_inbox(shard);
+            self.shards[shard].on_vacate();
+            self.shards[shard].pump();
         }
     }
 }

@@ -191,10 +191,10 @@ impl Simulation {
                 slab: slabs[number],
             }
         };
-        if let Some(group) = self.shared.slots.vacate(slab) {
+        if self.shared.slots.vacate(slab).is_some() {
             for shard in 0..SHARDS {
                 self.empty_inbox(shard);
-                self.shards[shard].on_vacate(&HashSet::from([group]));
+                self.shards[shard].on_vacate();
                 self.shards[shard].pump();
             }
         }

@@ -46,6 +46,7 @@ pub use arrivals::Arrivals;
 use arrivals::Row;
 use homing::Homing;
 use kept::KeptSlots;
+use moving::Search;
 use pins::PinRequest;
 
 /// Bytes made zero ahead of a guest that touches its memory in order, at most; none where a page is
@@ -164,8 +165,10 @@ pub struct Shard<P: Ports> {
     frozen: Vec<PageRun>,
     pins: HashMap<PageIndex, u32>,
     pin_requests: HashMap<PinId, PinRequest>,
-    /// Pages to be moved out of slabs that their server wants back, by their slab's group.
-    to_move: BTreeSet<(u32, PageIndex)>,
+    /// The search for pages in slabs that their servers want back.
+    search: Search,
+    /// Those that were found, and are to be moved.
+    to_move: BTreeSet<PageIndex>,
     /// Those of them that had no mapping when they came home.
     unmapped: BTreeSet<PageIndex>,
     /// The next of them waits for room.
@@ -223,6 +226,7 @@ impl<P: Ports> Shard<P> {
             frozen: Vec::new(),
             pins: HashMap::default(),
             pin_requests: HashMap::default(),
+            search: Search::new(),
             to_move: BTreeSet::new(),
             unmapped: BTreeSet::new(),
             move_waits: false,
@@ -821,7 +825,8 @@ impl<P: Ports> Shard<P> {
         };
         let id = FetchId(self.next_fetch);
         self.next_fetch += 1;
-        let ahead = pending.is_unasked();
+        // What only moves or comes home, too.
+        let ahead = pending.is_idle();
         self.wait_for(page, Wait::Fetch { id, attempt }, pending);
         let fetch = Fetch {
             id,

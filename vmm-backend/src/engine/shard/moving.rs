@@ -13,23 +13,112 @@ const MOVES_SHARE: usize = 8;
 /// So much of staging moves leave to what is evicted, however many shards there are.
 const LEFT_SHARE: usize = 4;
 
+/// Entries looked at in one go: some 100 µs, so that no fault waits long.
+const LOOKS: u32 = 4096;
+
+/// Pages that are looked for by one pass over the shard, in whole slabs, but at least one of these: eight of the
+/// usual ones. They are noted, some 16 bytes each. Fewer would take more passes where a server wants much back, more
+/// would empty its first slab later.
+const PASS_PAGES: u64 = 1 << 17;
+
+/// The search for pages that lie in slabs which their servers want back: a few slabs by each pass over the shard, so
+/// that these are empty soon, and what is known of pages takes little memory.
+#[derive(Debug)]
+pub(super) struct Search {
+    /// How many pages a pass looks for: [`PASS_PAGES`].
+    pub(super) most: u64,
+    /// Groups of slabs whose pages are looked for by this pass.
+    groups: HashSet<u32>,
+    /// Where it goes on; nowhere between two passes.
+    next: Option<PageIndex>,
+    /// Groups whose pages need not be looked for any more, all of which were wanted back when the last pass began.
+    searched: HashSet<u32>,
+    /// There may be groups that are to be looked for.
+    is_due: bool,
+    /// Arrivals of servers within reach that the last pass knew of.
+    arrivals: u64,
+}
+
+impl Search {
+    /// Nothing is wanted back yet.
+    pub(super) fn new() -> Self {
+        Self {
+            most: PASS_PAGES,
+            groups: HashSet::default(),
+            next: None,
+            searched: HashSet::default(),
+            is_due: false,
+            arrivals: 0,
+        }
+    }
+}
+
 impl<P: Ports> Shard<P> {
     /// Pages on their way out of slabs that their server wants back.
     pub fn moves(&self) -> usize {
         self.moving.len()
     }
 
-    /// Groups of slabs are wanted back. Nothing new is placed in them already. All of the shard's pages are
-    /// looked at, once for however many groups there are.
-    pub fn on_vacate(&mut self, groups: &HashSet<u32>) {
-        for part in self.parts.clone() {
-            self.for_known(part, |shard, page| shard.vacate(page, groups));
+    /// Slabs are wanted back. Nothing new is placed in them already.
+    pub fn on_vacate(&mut self) {
+        self.search.is_due = true;
+    }
+
+    /// Whether [`Shard::pump`] has more to look at, though no event may come.
+    pub fn has_more_to_vacate(&self) -> bool {
+        self.search.next.is_some() || (self.search.is_due && self.to_move.is_empty())
+    }
+
+    /// Looks at some more pages for those that are to move, once all that were found before do.
+    fn look_for_moves(&mut self) {
+        let has_come = self.search.arrivals != self.shared.slots.arrivals();
+        if self.search.next.is_none() && self.to_move.is_empty() && (self.search.is_due || has_come)
+        {
+            self.begin_pass();
+        }
+        for _ in 0..LOOKS {
+            let Some(next) = self.search.next else { return };
+            let page = self.touched_from(next);
+            self.search.next = page.map(|page| PageIndex(page.0 + 1));
+            if let Some(page) = page {
+                self.vacate(page);
+            }
         }
     }
 
-    /// Has a page leave its slot, if that is in one of these groups.
-    fn vacate(&mut self, page: PageIndex, groups: &HashSet<u32>) {
+    /// Chooses the slabs whose pages are looked for next, of those that servers within reach want back.
+    fn begin_pass(&mut self) {
+        let search = &mut self.search;
+        // Before the servers are looked at: who comes meanwhile is looked at once more.
+        search.arrivals = self.shared.slots.arrivals();
+        search.groups.clear();
+        let wanted = self.shared.slots.vacating_within_reach();
+        let is_wanted = |group: &u32| {
+            wanted
+                .binary_search_by_key(group, |(number, _)| *number)
+                .is_ok()
+        };
+        search.searched.retain(is_wanted);
+        let mut pages = 0;
+        for (group, used) in wanted {
+            if search.searched.contains(&group) {
+                continue;
+            }
+            pages += u64::from(used);
+            if pages > search.most && !search.groups.is_empty() {
+                break;
+            }
+            search.groups.insert(group);
+        }
+        search.searched.extend(&search.groups);
+        search.is_due = !search.groups.is_empty();
+        search.next = search.is_due.then_some(self.range.first);
+    }
+
+    /// Has a page leave its slot, if that is in one of the slabs that are looked for.
+    fn vacate(&mut self, page: PageIndex) {
         let entry = self.shared.table.load(page);
+        let groups = &self.search.groups;
         if !entry.slot.is_some_and(|slot| groups.contains(&slot.group)) {
             return;
         }
@@ -43,8 +132,8 @@ impl<P: Ports> Shard<P> {
 
     /// Has a page move if it is stored in a slab that its server has asked for.
     pub(super) fn move_if_vacating(&mut self, page: PageIndex) {
-        if let Some(slot) = self.vacating_slot(page) {
-            self.to_move.insert((slot.group, page));
+        if self.vacating_slot(page).is_some() {
+            self.to_move.insert(page);
         }
     }
 
@@ -90,26 +179,28 @@ impl<P: Ports> Shard<P> {
             self.shared.budget.end_waiting();
         }
         self.put_off_moves();
+        self.look_for_moves();
         let capacity = self.shared.staging.capacity() as usize;
         let most = match capacity {
             0 => MOVES_MOST,
             capacity => (capacity / MOVES_SHARE).clamp(1, MOVES_MOST),
         };
-        let mut from = (0, PageIndex(0));
         while self.moving.len() < most
-            && let Some((group, page)) = self.to_move.range(from..).next().copied()
+            && let Some(page) = self.to_move.first().copied()
         {
             let entry = self.shared.table.load(page);
-            let slot = self.vacating_slot(page);
-            let vacating = slot.is_some_and(|slot| slot.group == group);
+            let slot = self
+                .vacating_slot(page)
+                .filter(|_| entry.state == State::Stored);
             // Whoever waits for the page already brings it home, and its slot is dropped then.
-            if entry.state != State::Stored || !vacating || self.pending.contains_key(&page) {
-                self.to_move.remove(&(group, page));
+            let Some(slot) = slot.filter(|_| !self.pending.contains_key(&page)) else {
+                self.to_move.remove(&page);
                 continue;
-            }
-            // It waits for its server without holding what others need, or holding them up.
+            };
+            // It is looked for once more when its server is back, and holds up no others until then.
             if !self.is_near(page) {
-                from = (group + 1, PageIndex(0));
+                self.to_move.remove(&page);
+                self.search.searched.remove(&slot.group);
                 continue;
             }
             // A guest that may have all of its memory here has no staging: there the page comes home. A huge one may
@@ -138,7 +229,7 @@ impl<P: Ports> Shard<P> {
             if !comes_home {
                 self.shared.slots.count_move();
             }
-            self.to_move.remove(&(group, page));
+            self.to_move.remove(&page);
             self.moving.insert(page, ticket);
             let pending = Pending::new(None, self.ports.now_us());
             self.start_fetch(page, entry, 0, pending);

@@ -98,7 +98,7 @@ impl<P: Ports> Shard<P> {
         let run = self.unplugging.swap_remove(place);
         self.parts.retain(|part| *part != run);
         self.frozen.retain(|frozen| !run.contains(frozen.first));
-        self.to_move.retain(|(_, page)| !run.contains(*page));
+        self.to_move.retain(|page| !run.contains(*page));
         self.unmapped.retain(|page| !run.contains(*page));
         self.shared.stats.vanished(run.count.into());
         Some(run)

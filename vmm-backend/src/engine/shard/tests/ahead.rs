@@ -290,7 +290,7 @@ fn one_whose_server_wants_its_slab_back_is_moved_after_all() {
     bench.world().agains = 1;
     bench.answer(22);
     assert!(
-        asked(&mut bench).contains(&(22, false)),
+        bench.shard.fetches(PageIndex(22)),
         "it stays in a slab that is wanted back"
     );
 }

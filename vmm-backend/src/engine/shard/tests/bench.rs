@@ -440,8 +440,8 @@ impl Bench {
 
     /// The slab is wanted back, and no other is to be had.
     pub(super) fn vacate_without_room(&mut self) {
-        let group = self.shared.slots.vacate(SLAB).expect("not empty");
-        self.shard.on_vacate(&HashSet::from([group]));
+        assert!(self.shared.slots.vacate(SLAB).is_some(), "not empty");
+        self.shard.on_vacate();
     }
 
     /// Another slab is leased, as far as whose room pages may move.

@@ -1,6 +1,5 @@
 //! Write-back, and pages taken back meanwhile.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::bench::*;
@@ -360,8 +359,9 @@ fn a_server_out_of_reach_holds_up_no_moves_from_another() {
         bench.store_remotely(page, 1);
         bench.shared.slots.set_connected(server, false);
     }
-    let groups = slabs.map(|slab| bench.shared.slots.vacate(slab).expect("not empty"));
-    bench.shard.on_vacate(&HashSet::from(groups));
+    let groups = slabs.map(|slab| bench.shared.slots.vacate(slab));
+    assert!(groups.iter().all(Option::is_some), "not empty");
+    bench.shard.on_vacate();
     bench.shared.slots.set_connected(1, true);
     let next = SlabRef { server: 1, slab: 1 };
     bench.shared.slots.add_slab(next, 64);
@@ -370,6 +370,47 @@ fn a_server_out_of_reach_holds_up_no_moves_from_another() {
     bench.answer(1);
     assert_eq!(bench.state(9), State::Staged);
     assert_eq!((bench.shard.moves(), bench.state(7)), (0, State::Stored));
+    // It moves when its server is back.
+    bench.shard.pump();
+    assert!(!bench.shard.has_more_to_vacate());
+    bench.shared.slots.set_connected(0, true);
+    bench.shard.pump();
+    bench.answer(1);
+    assert_eq!(bench.state(7), State::Staged);
+}
+
+#[test]
+fn slabs_that_are_wanted_back_are_emptied_one_after_the_other() {
+    let mut shared = Arc::into_inner(shared(100, 32)).expect("nobody else has it");
+    shared.slots = SlotPool::new(1);
+    shared.slots.set_connected(0, true);
+    let mut bench = Bench::of(0, &Arc::new(shared));
+    let slabs = [0, 1, 2].map(|slab| SlabRef { slab, ..SLAB });
+    // Each has pages from all over the guest.
+    for (slab, pages) in slabs.iter().zip([[9, 30], [7, 50], [1, 60]]) {
+        bench.shared.slots.add_slab(*slab, 2);
+        for page in pages {
+            bench.store_remotely(page, 1);
+        }
+    }
+    for slab in slabs {
+        assert!(bench.shared.slots.vacate(slab).is_some(), "not empty");
+    }
+    bench.lease(3, 64);
+    bench.shard.search.most = 3;
+    bench.shard.on_vacate();
+    assert!(bench.shard.has_more_to_vacate(), "an event may not come");
+    bench.shard.pump();
+    assert_eq!(bench.shard.moves(), 2, "of the first slab alone");
+    let mut emptied = Vec::new();
+    for _ in 0..6 {
+        bench.answer(1);
+        emptied.extend(bench.shared.slots.drain_releasable());
+        bench.shard.pump();
+    }
+    assert_eq!(emptied, slabs);
+    bench.shard.pump();
+    assert!(!bench.shard.has_more_to_vacate());
 }
 
 #[test]
@@ -475,8 +516,11 @@ fn a_slab_that_is_asked_for_again_moves_each_page_once() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
     bench.store_remotely(8, 1);
-    (0..3).for_each(|_| bench.vacate_without_room());
-    let to_move = bench.shard.to_move.iter().map(|(_, page)| page.0);
+    for _ in 0..3 {
+        bench.vacate_without_room();
+        bench.shard.pump();
+    }
+    let to_move = bench.shard.to_move.iter().map(|page| page.0);
     assert_eq!(to_move.collect::<Vec<_>>(), [7, 8]);
 }
 
