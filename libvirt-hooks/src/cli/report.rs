@@ -16,8 +16,8 @@ use crate::host::Paths;
 use crate::launch;
 use crate::libvirt::Libvirt;
 
-/// How long libvirt may take to find a domain by its name.
-const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long libvirt may take for what can be done without it, or told of.
+const LIBVIRT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A guest with a run directory, or a domain known to libvirt.
 #[derive(Clone, Debug)]
@@ -234,22 +234,27 @@ fn is_there(guest: &Guest, paths: &Paths) -> bool {
         || launch::is_abandoned(&run_dir(paths, guest.vm))
 }
 
-/// Asks libvirt in a thread of its own, so that a libvirt that hangs does not hang us.
 fn look_up(name: String, uri: Option<String>) -> Result<VmId> {
+    within_time(move || {
+        Libvirt::connect(uri.as_deref())
+            .and_then(|libvirt| libvirt.domain(&name))
+            .and_then(|domain| domain.vm_id())
+    })
+    .context("the domain is not found by its name; by its UUID it needs no libvirt while its backend runs")?
+    .map_err(|error| anyhow!(error))
+}
+
+/// Asks libvirt in a thread of its own, so that a libvirt that hangs does not hang us.
+pub(super) fn within_time<T: Send + 'static>(
+    ask: impl FnOnce() -> T + Send + 'static,
+) -> Result<T> {
     let (answer, result) = mpsc::channel();
     thread::Builder::new()
-        .name("lookup".to_owned())
+        .name("libvirt".to_owned())
         .spawn(move || {
-            let found = Libvirt::connect(uri.as_deref())
-                .and_then(|libvirt| libvirt.domain(&name))
-                .and_then(|domain| domain.vm_id());
             // The receiver is gone only if this took too long, which is reported there.
-            let _ = answer.send(found);
+            let _ = answer.send(ask());
         })?;
-    match result.recv_timeout(LOOKUP_TIMEOUT) {
-        Ok(found) => found.map_err(|error| anyhow!(error)),
-        Err(_) => bail!(
-            "libvirt did not find the domain within {LOOKUP_TIMEOUT:?}: it may hang; give the domain's UUID, which needs no libvirt while its backend runs"
-        ),
-    }
+    let answered = result.recv_timeout(LIBVIRT_TIMEOUT);
+    answered.map_err(|_| anyhow!("libvirt gave no answer within {LIBVIRT_TIMEOUT:?}: it may hang"))
 }

@@ -5,10 +5,11 @@ use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use outram_wire::control::Status;
 use outram_wire::tuning::Tuning;
+use outram_wire::units::{Limit, VmId};
 
 use super::attach::check_editable;
 use super::completion::domain_names;
-use super::report::{Guest, find_guest};
+use super::report::{Guest, find_guest, within_time};
 use super::{LimitArguments, TuningArguments};
 use crate::backend_control::ControlError;
 use crate::domain_xml::DomainXml;
@@ -28,7 +29,9 @@ pub struct TuneArguments {
     limit: LimitArguments,
     #[command(flatten)]
     tuning: TuningArguments,
-    /// Also change the domain's settings, so that later starts use it
+    /// Also change the domain's definition, so that its next start uses it
+    ///
+    /// Without this it is for the guest that runs, and goes with it where it is saved or migrated.
     #[arg(long)]
     persist: bool,
 }
@@ -41,7 +44,10 @@ impl TuneArguments {
         let later = self.persist.then(|| self.later(&guest, uri)).transpose()?;
         let running = guest.control.status();
         match &running {
-            Ok(status) => self.tune(&guest, status)?,
+            Ok(status) => {
+                self.tune(&guest, status)?;
+                self.note_in_running(&guest, uri);
+            }
             Err(_) if self.persist && !domain_runs(&guest, uri)? => {
                 say!(
                     "Domain '{}' is not running: only its settings are changed",
@@ -56,7 +62,6 @@ impl TuneArguments {
         }
         if let Some((domain, settings)) = later {
             domain.set_settings(&metadata::to_plain_text(&settings)?)?;
-            self.note_in_running(&domain)?;
             say!("Later starts of '{}' will use it too.", guest.name);
         }
         Ok(true)
@@ -90,26 +95,23 @@ impl TuneArguments {
         Ok(())
     }
 
-    /// As it runs the domain may have other settings than by its definition, but for these: a save or a migration
-    /// takes them along.
-    fn note_in_running(&self, domain: &LibvirtDomain) -> Result<()> {
-        if !domain.is_active()? {
-            return Ok(());
+    /// A save or a migration takes the settings of the running domain along, so these are to be what it runs with.
+    /// The guest is tuned by now, and libvirt may be away or hang: that is no failure.
+    fn note_in_running(&self, guest: &Guest, uri: Option<&str>) {
+        let (vm, uri, wish) = (guest.vm, uri.map(str::to_owned), self.wish());
+        let noted = within_time(move || wish.note_in(vm, uri.as_deref()));
+        if let Err(error) = noted.and_then(|noted| noted) {
+            complain!(
+                "warning: it runs so now, but a save or a migration would take along what was before, for its metadata could not be changed: {error:#}; run this again once libvirt answers"
+            );
         }
-        let running = DomainXml::parse(&domain.running_definition()?)?;
-        if let Some(settings) = metadata::read(&running)? {
-            let settings = metadata::to_plain_text(&self.applied(settings))?;
-            domain.set_running_settings(Some(&settings))?;
-        }
-        Ok(())
     }
 
-    /// What is asked for, in place of what was.
-    fn applied(&self, settings: MemorySettings) -> MemorySettings {
-        MemorySettings {
-            limit: self.limit.limit().unwrap_or(settings.limit),
-            tuning: self.tuning.tuning().or(settings.tuning),
-            ..settings
+    /// What is asked for.
+    fn wish(&self) -> Wish {
+        Wish {
+            limit: self.limit.limit(),
+            tuning: self.tuning.tuning(),
         }
     }
 
@@ -125,13 +127,44 @@ impl TuneArguments {
             );
         };
         let before = refusal::check_settings(&xml, &settings);
-        let settings = self.applied(settings);
+        let settings = self.wish().applied(settings);
         // What was wrong already is for the next start to tell.
         let mut refusals = refusal::check_settings(&xml, &settings).into_iter();
         if let Some(refusal) = refusals.find(|refusal| !before.contains(refusal)) {
             bail!(refusal);
         }
         Ok((domain, settings))
+    }
+}
+
+/// What is to be different.
+struct Wish {
+    limit: Option<Limit>,
+    tuning: Tuning,
+}
+
+impl Wish {
+    /// What is asked for, in place of what was.
+    fn applied(&self, settings: MemorySettings) -> MemorySettings {
+        MemorySettings {
+            limit: self.limit.unwrap_or(settings.limit),
+            tuning: self.tuning.or(settings.tuning),
+            ..settings
+        }
+    }
+
+    /// Changes the settings of a domain as it runs, which may be others than by its definition.
+    fn note_in(&self, vm: VmId, uri: Option<&str>) -> Result<()> {
+        let domain = Libvirt::connect(uri)?.domain(&vm.to_string())?;
+        if !domain.is_active()? {
+            return Ok(());
+        }
+        let running = DomainXml::parse(&domain.running_definition()?)?;
+        if let Some(settings) = metadata::read(&running)? {
+            let settings = metadata::to_plain_text(&self.applied(settings))?;
+            domain.set_running_settings(Some(&settings))?;
+        }
+        Ok(())
     }
 }
 

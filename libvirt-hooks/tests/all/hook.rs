@@ -12,8 +12,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use clap::Parser;
 use outram_libvirt::backend_control::{BackendControl, ControlError};
 use outram_libvirt::cli::report::{self, State};
+use outram_libvirt::cli::{self, Arguments};
 use outram_libvirt::hook::{self, HookError};
 use outram_libvirt::host::Paths;
 use outram_libvirt::launch::LaunchError;
@@ -257,6 +259,21 @@ fn a_backend_with_a_living_qemu_is_left_alone() {
         process::is_alive(first),
         "release ends no backend that serves"
     );
+}
+
+#[test]
+fn a_guest_is_tuned_also_where_libvirt_is_away() {
+    let host = Host::new();
+    host.prepare("serving").expect("ready");
+    let line = ["outram", "tune", UUID, "--local=48MiB", "--workers=3"];
+    let arguments = Arguments::try_parse_from(line).expect("arguments");
+    let cli::Command::Tune(tune) = arguments.command else {
+        panic!("{arguments:?}");
+    };
+    let nowhere = host.dir.path().join("libvirt-sock");
+    let uri = format!("qemu:///system?socket={}", nowhere.display());
+    let tuned = tune.run(Some(&uri), &host.paths);
+    assert!(tuned.expect("tuned"));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use outram_tests::hermetic::guest::Spec;
+use outram_tests::hermetic::guest::{Guest, Spec};
 use outram_tests::hermetic::host::virsh_ok;
 use outram_tests::hermetic::sampler::{Sampler, Stated};
 
@@ -38,6 +38,7 @@ fn ten_times(lab: &Lab) -> Result<()> {
             .contains(r#" local-ratio="1" granularity="64KiB" workers="3" queue-depth="16" compressed-share="0.2" "#),
         "{definition}"
     );
+    carried_along(lab, &guest)?;
     console.ask(&format!("alloc {SHARE}"), "ALLOCATED", LONG)?;
     console.ask("work 0", "WORKING", LONG)?;
     for round in 1..=10 {
@@ -74,4 +75,20 @@ fn ten_times(lab: &Lab) -> Result<()> {
     );
     sampler.finish()?;
     power_off(&guest, &mut console, &server)
+}
+
+/// What is tuned without '--persist' is in what a save or a migration takes along, and not in the definition.
+fn carried_along(lab: &Lab, guest: &Guest) -> Result<()> {
+    lab.tune(guest, &["--local-ratio=0.8", "--workers=2"])?;
+    let running = virsh_ok(&["dumpxml", &guest.uuid])?;
+    ensure!(
+        running.contains(r#" local-ratio="0.8" granularity="64KiB" workers="2" "#),
+        "{running}"
+    );
+    let definition = virsh_ok(&["dumpxml", "--inactive", &guest.uuid])?;
+    ensure!(
+        definition.contains(r#" local-ratio="1" "#) && definition.contains(r#" workers="3" "#),
+        "{definition}"
+    );
+    lab.tune(guest, &["--local-ratio=1", "--workers=3"])
 }
