@@ -29,7 +29,9 @@ pub fn join(pages: &[String]) -> String {
                     });
                     current = Some(index);
                     let family = &mut families[index];
-                    if !family.description.iter().any(|known| known == line) {
+                    // Builds may word it differently, and a page may say it only once.
+                    let of_its_kind = |known: &String| keyword(known) == keyword(line);
+                    if !family.description.iter().any(of_its_kind) {
                         family.description.push(line.to_owned());
                     }
                 }
@@ -61,6 +63,11 @@ fn described(line: &str) -> Option<&str> {
     matches!(what, "HELP" | "TYPE" | "UNIT")
         .then(|| rest.split(' ').next())
         .flatten()
+}
+
+/// What a line tells of its metric: HELP, TYPE or UNIT.
+fn keyword(line: &str) -> Option<&str> {
+    line.split(' ').nth(1)
 }
 
 /// The page that says of each guest, by UUID and name, whether its backend answers.
@@ -105,6 +112,17 @@ mod tests {
             "# HELP a_bytes Bytes.\n# TYPE a_bytes gauge\n# UNIT a_bytes bytes\n\
              a_bytes{vm=\"x\"} 1\na_bytes{vm=\"y\"} 1\n\
              # HELP b Faults.\n# TYPE b counter\nb_total{vm=\"x\"} 3\nb_total{vm=\"y\"} 4\n# EOF\n"
+        );
+    }
+
+    #[test]
+    fn a_metric_that_builds_describe_differently_is_described_once() {
+        let page = |help: &str, vm: &str| {
+            format!("# HELP b {help}\n# TYPE b counter\nb_total{{vm=\"{vm}\"}} 1\n# EOF\n")
+        };
+        assert_eq!(
+            join(&[page("Faults.", "x"), page("Page faults.", "y")]),
+            "# HELP b Faults.\n# TYPE b counter\nb_total{vm=\"x\"} 1\nb_total{vm=\"y\"} 1\n# EOF\n"
         );
     }
 

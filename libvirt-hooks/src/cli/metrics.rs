@@ -49,11 +49,10 @@ fn serve(address: SocketAddr, paths: &Paths) -> Result<bool> {
     let listener =
         TcpListener::bind(address).with_context(|| format!("cannot serve metrics at {address}"))?;
     let paths = paths.clone();
-    let page = Page::serve(listener, move || {
-        page_of_all(&paths).unwrap_or_else(|error| {
-            complain!("outram metrics: {error:#}");
-            metrics_page::join(&[])
-        })
+    let page = Page::serve_if_any(listener, move || {
+        page_of_all(&paths)
+            .inspect_err(|error| complain!("outram metrics: {error:#}"))
+            .ok()
     })
     .context("serving metrics")?;
     say!("serving metrics at http://{}/metrics", page.address());
@@ -72,6 +71,15 @@ fn page_of_all(paths: &Paths) -> Result<String> {
             .collect();
         asked.into_iter().map(|answer| answer.join().ok()).collect()
     });
+    page_of(&guests, answers, paths)
+}
+
+/// The page of these guests, from what their backends answered; one who was not asked to the end is down.
+fn page_of(
+    guests: &[Guest],
+    answers: Vec<Option<Result<String, ControlError>>>,
+    paths: &Paths,
+) -> Result<String> {
     let mut known = Vec::new();
     let mut pages = Vec::new();
     for (guest, answer) in guests.iter().zip(answers) {
@@ -80,6 +88,8 @@ fn page_of_all(paths: &Paths) -> Result<String> {
                 known.push(line(guest, true));
                 pages.push(page);
             }
+            // Whoever may not ask cannot tell whether it answers.
+            Some(Err(error @ ControlError::Permission(_))) => return Err(error.into()),
             Some(Err(ControlError::NotRunning(_))) if has_ended(guest, paths) => {}
             _ => known.push(line(guest, false)),
         }
@@ -106,10 +116,12 @@ fn has_ended(guest: &Guest, paths: &Paths) -> bool {
 mod tests {
     use std::fs::{self, File};
     use std::os::unix::net::UnixListener;
+    use std::path::Path;
 
     use rustix::fs::{FlockOperation, flock};
 
     use super::*;
+    use crate::backend_control::BackendControl;
 
     #[test]
     fn a_guest_whose_backend_dies_again_and_again_stays_on_the_page() {
@@ -129,5 +141,20 @@ mod tests {
         drop(pager.expect("it listens until it dies"));
         let line = format!("outram_up{{vm=\"{UUID}\",domain=\"{UUID}\"}} 0\n");
         assert!(page().contains(&line), "{}", page());
+    }
+
+    #[test]
+    fn whoever_may_not_ask_is_told_so_instead_of_that_guests_are_down() {
+        let paths = Paths::default();
+        let vm = "9a4a7f0e-2f5b-4d55-8a53-0a4e1c7e1234".parse();
+        let guest = Guest {
+            vm: vm.expect("a UUID"),
+            name: "web1".to_owned(),
+            control: BackendControl::of(Path::new("/nowhere")),
+        };
+        let denied = ControlError::Permission("/nowhere/control.sock".into());
+        let page = page_of(&[guest], vec![Some(Err(denied))], &paths);
+        let error = page.expect_err("no page").to_string();
+        assert!(error.contains("run this as root"), "{error}");
     }
 }
