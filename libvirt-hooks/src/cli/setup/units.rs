@@ -1,6 +1,7 @@
 //! The units of systemd that backends run as, where no package has brought them.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -65,11 +66,19 @@ impl Setup<'_> {
         }
     }
 
-    /// Removes the units that [`Self::units`] installed.
+    /// Removes the units that [`Self::units`] installed, and none that somebody else has put there.
     pub(super) fn remove_units(&mut self) -> Result<()> {
         let mut changed = false;
-        for (name, _) in UNITS {
-            changed |= self.remove_file(&self.own_unit(name))?;
+        for (name, ours) in UNITS {
+            let path = self.own_unit(name);
+            match fs::read_to_string(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Ok(found) if is_by_setup(&found, ours) => changed |= self.remove_file(&path)?,
+                _ => self.found(&format!(
+                    "unit {}, left as it is: it is not as 'outram setup' writes it",
+                    path.display()
+                )),
+            }
         }
         if changed && !self.dry_run {
             reload_systemd()?;
@@ -84,9 +93,26 @@ impl Setup<'_> {
 
 /// Whether a unit file starts another program than the package's.
 fn starts_another(text: &str) -> bool {
-    let mut lines = text.lines();
-    let start = lines.find_map(|line| line.strip_prefix("ExecStart="));
-    start.is_some_and(|start| start.split_whitespace().next() != Some(PACKAGED_PROGRAM))
+    started(text).is_some_and(|program| program != PACKAGED_PROGRAM)
+}
+
+/// The program that a unit file starts.
+fn started(text: &str) -> Option<&str> {
+    let start = text
+        .lines()
+        .find_map(|line| line.strip_prefix("ExecStart="))?;
+    start.split_whitespace().next()
+}
+
+/// Whether a unit file was written by [`Setup::units`], of this build or, as far as its first line and its program
+/// tell, of an earlier one.
+fn is_by_setup(found: &str, ours: &str) -> bool {
+    let Some(program) = started(found) else {
+        return found == ours;
+    };
+    let is_backend = Path::new(program).file_name() == Path::new(PACKAGED_PROGRAM).file_name();
+    let of_earlier = starts_another(found) && found.lines().next() == ours.lines().next();
+    is_backend && (of_earlier || found == ours.replace(PACKAGED_PROGRAM, program))
 }
 
 /// Whether a path means itself in a unit file.
@@ -118,5 +144,24 @@ mod tests {
         let by_setup = packaged.replace(PACKAGED_PROGRAM, "/usr/local/bin/outram-backend");
         assert!(starts_another(&by_setup));
         assert!(!starts_another("[Slice]\n"));
+    }
+
+    #[test]
+    fn only_what_setup_wrote_is_removed() {
+        let [(_, unit), (_, slice)] = UNITS;
+        assert!(is_by_setup(unit, unit) && is_by_setup(slice, slice));
+        let in_local = unit.replace(PACKAGED_PROGRAM, "/usr/local/bin/outram-backend");
+        assert!(is_by_setup(&in_local, unit));
+        let of_earlier = in_local.replace("SendSIGKILL=no\n", "");
+        assert!(is_by_setup(&of_earlier, unit));
+        // A site's own.
+        assert!(!is_by_setup(&format!("{unit}Nice=5\n"), unit));
+        assert!(!is_by_setup(&format!("{slice}MemoryMax=1G\n"), slice));
+        let other = "[Service]\nExecStart=/usr/local/bin/outram-backend launch x\n";
+        assert!(!is_by_setup(other, unit));
+        let first = unit.lines().next().expect("a line");
+        let other = format!("{first}\n[Service]\nExecStart=/opt/other launch x\n");
+        assert!(!is_by_setup(&other, unit));
+        assert!(!is_by_setup("", slice));
     }
 }
