@@ -214,7 +214,7 @@ pub fn run(arguments: &Arguments) -> Result<bool> {
     // Also where a command does without libvirt: what it acts on is this host's all the same.
     uri.map(check_uri).transpose()?;
     match &arguments.command {
-        Command::Setup(setup) => setup.run(&paths),
+        Command::Setup(setup) => setup.run(uri, &paths),
         Command::Doctor(doctor) => doctor.run(uri, &paths),
         Command::Pki(pki) => pki.run(),
         Command::Attach(attach) => attach.run(uri, &paths),

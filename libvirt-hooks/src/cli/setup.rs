@@ -2,6 +2,7 @@
 //! `--remove` undoes it, but for settings and certificates.
 
 mod confinement;
+mod losses;
 mod units;
 
 use std::fs;
@@ -63,7 +64,9 @@ pub struct SetupArguments {
     allow_sysctl: bool,
     /// Undo what setup did: libvirt starts no backends any more
     ///
-    /// Settings and certificates in /etc/outram stay, and so do domains' definitions.
+    /// Settings and certificates in /etc/outram stay, and so do domains' definitions: those that use Outram will
+    /// not start any more, unless 'outram detach' takes it out of them first. They are named, and so are
+    /// guests that still run with Outram.
     #[arg(long, conflicts_with = "allow_sysctl")]
     remove: bool,
     /// Set up below this directory, and change nothing of the running system: for packages
@@ -73,13 +76,16 @@ pub struct SetupArguments {
 
 impl SetupArguments {
     /// Makes the host ready.
-    pub fn run(&self, paths: &Paths) -> Result<bool> {
+    pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
         let mut setup = Setup {
             dry_run: self.dry_run,
             prefix: self.prefix.clone(),
             paths,
         };
         if self.remove {
+            if setup.is_live() {
+                losses::warn(uri, paths);
+            }
             return setup.remove();
         }
         for (dir, mode) in [
