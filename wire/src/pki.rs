@@ -109,6 +109,10 @@ pub fn init(dir: &Path) -> Result<PathBuf, PkiError> {
         path: dir.to_owned(),
         source,
     };
+    // The folders that it lies in are made as any others: /etc/outram has settings, too, that all may read.
+    if let Some(parent) = dir.parent() {
+        fs::create_dir_all(parent).map_err(write)?;
+    }
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)

@@ -1,6 +1,7 @@
 //! `outram setup` and `outram pki` as programs, below a directory of their own.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -188,5 +189,20 @@ fn certificates_are_made_and_never_overwritten() {
     assert!(said(&again).contains("not overwritten"), "{}", said(&again));
     for file in ["ca.pem", "client.pem", "client.key", "mem1.pem", "mem1.key"] {
         assert!(dir.path().join("pki").join(file).exists(), "{file}");
+    }
+}
+
+#[test]
+fn only_the_cas_own_directory_is_closed_to_others() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let plain = dir.path().join("plain");
+    fs::create_dir(&plain).expect("made");
+    let pki = dir.path().join("etc/outram/pki");
+    let made = outram(&["pki", "init", "--dir", &pki.display().to_string()]);
+    assert!(made.status.success(), "{}", said(&made));
+    let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode() & 0o777;
+    assert_eq!(mode(&pki), 0o700);
+    for parent in ["etc", "etc/outram"] {
+        assert_eq!(mode(&dir.path().join(parent)), mode(&plain), "{parent}");
     }
 }
