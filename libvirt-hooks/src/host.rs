@@ -11,6 +11,10 @@ pub const BACKEND_VARIABLE: &str = "OUTRAM_BACKEND";
 /// Environment variable with the path of the backend's settings.
 pub const CONFIG_VARIABLE: &str = "OUTRAM_CONFIG";
 
+/// Environment variable with the directory of run directories, for tests beside guests of the host. AppArmor's
+/// rules and systemd's units know the usual one only.
+pub const RUN_VARIABLE: &str = "OUTRAM_RUN";
+
 const BACKEND_NAME: &str = "outram-backend";
 
 /// The paths of a host; others in tests.
@@ -54,6 +58,9 @@ impl Paths {
         if let Some(config) = env::var_os(CONFIG_VARIABLE).filter(|path| !path.is_empty()) {
             paths.config = config.into();
             paths.config_is_given = true;
+        }
+        if let Some(run) = env::var_os(RUN_VARIABLE).filter(|path| !path.is_empty()) {
+            paths.run = run.into();
         }
         paths.backend = env::var_os(BACKEND_VARIABLE)
             .filter(|path| !path.is_empty())

@@ -16,8 +16,8 @@ use clap::Parser;
 use outram_libvirt::backend_control::{BackendControl, ControlError};
 use outram_libvirt::cli::report::{self, State};
 use outram_libvirt::cli::{self, Arguments};
-use outram_libvirt::hook::{self, HookError};
-use outram_libvirt::host::Paths;
+use outram_libvirt::hook::{self, HookError, STAMP_FILE};
+use outram_libvirt::host::{Paths, RUN_VARIABLE};
 use outram_libvirt::launch::LaunchError;
 use outram_libvirt::metadata::{NAMESPACE, PROBE};
 use outram_libvirt::process;
@@ -419,10 +419,11 @@ fn a_disk_of_ours_without_settings_is_refused() {
     assert!(error.to_string().contains("outram attach"), "{error}");
 }
 
-/// Runs the hook program as libvirt does.
-fn run_hook(arguments: &[&str], xml: &[u8]) -> Output {
+/// Runs the hook program as libvirt does, away from guests of this machine.
+fn run_hook(arguments: &[&str], xml: &[u8], run: &Path) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_outram-libvirt-hook"))
         .args(arguments)
+        .env(RUN_VARIABLE, run)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -454,9 +455,10 @@ fn unrelated_domains_pass_every_stage_whatever_they_are() {
         b"<domain type='lxc'><name>x</name></domain>",
         b"<domain type='kvm'><name>outram</name><description>outram:memory</description></domain>",
     ];
+    let run = tempfile::tempdir().expect("a directory");
     for xml in domains {
         for (operation, sub_operation) in STAGES {
-            let output = run_hook(&["x", operation, sub_operation, "-"], xml);
+            let output = run_hook(&["x", operation, sub_operation, "-"], xml, run.path());
             assert!(output.status.success(), "{operation}: {output:?}");
             assert!(
                 output.stdout.is_empty() && output.stderr.is_empty(),
@@ -464,14 +466,21 @@ fn unrelated_domains_pass_every_stage_whatever_they_are() {
             );
         }
     }
-    assert!(run_hook(&[], b"").status.success());
+    assert!(run_hook(&[], b"", run.path()).status.success());
+    let left: Vec<_> = fs::read_dir(&run).expect("read").flatten().collect();
+    assert!(
+        left.iter().all(|entry| entry.file_name() == STAMP_FILE),
+        "{left:?}"
+    );
 }
 
 #[test]
 fn only_prepare_fails_and_nothing_is_ever_printed_to_stdout() {
     let broken = golden_with_typo();
+    let run = tempfile::tempdir().expect("a directory");
     for (operation, sub_operation) in STAGES {
-        let output = run_hook(&["x", operation, sub_operation, "-"], broken.as_bytes());
+        let arguments = ["x", operation, sub_operation, "-"];
+        let output = run_hook(&arguments, broken.as_bytes(), run.path());
         assert_eq!(
             output.status.success(),
             operation != "prepare",
@@ -486,11 +495,8 @@ fn only_prepare_fails_and_nothing_is_ever_printed_to_stdout() {
             );
         }
     }
-    // Where this may write there, word of it was left.
-    let run = Paths::default().run;
-    let _ = fs::remove_dir_all(run.join(TYPO_UUID));
-    let _ = fs::remove_file(run.join(format!("{TYPO_UUID}.name")));
-    let _ = fs::remove_dir(run);
+    let reason = fs::read_to_string(run.path().join(TYPO_UUID).join("error"));
+    assert!(reason.expect("word of it").contains("local-ration"));
 }
 
 /// Nobody's.
