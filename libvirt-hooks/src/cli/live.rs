@@ -103,6 +103,11 @@ pub(super) enum LiveRefusal {
         "interrupted: all memory of domain '{0}' is on this host and no longer paged, but the guest has not let go of the disk yet. It does no harm; run this again later"
     )]
     UnplugInterrupted(String),
+    /// It ended meanwhile.
+    #[error(
+        "domain '{0}' was shut down before it had let go of the disk: nothing of it runs any more; 'outram detach {0} --config' changes its definition"
+    )]
+    ShutDown(String),
     /// The guest does not let go of the disk.
     #[error(
         "all memory of domain '{0}' is on this host and no longer paged, but the guest has not let go of the disk within {UNPLUG_TIMEOUT:?} (a guest that is just booting, or has no PCI hot-plug, does not). It does no harm; run this again later, or shut the guest down"
@@ -479,6 +484,10 @@ impl<'a> Running<'a> {
         let deadline = Instant::now() + UNPLUG_TIMEOUT;
         let mut asked: Option<(Instant, Result<(), LibvirtError>)> = None;
         loop {
+            // What libvirt knows of a domain that is shut off is its definition, which may have the disk for good.
+            if !self.domain.is_active()? {
+                bail!(LiveRefusal::ShutDown(self.name.to_owned()));
+            }
             if self.running_disk()?.is_none() {
                 return Ok(());
             }
