@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -57,11 +58,14 @@ impl Daemon {
     }
 }
 
+/// What a process has in common with those that it forks, until these run something else.
+type Origin = (u32, Vec<u8>);
+
 /// The daemons that share our view of the file system: others, in containers, have hooks of
 /// their own.
 pub fn running() -> Vec<Daemon> {
     let ours = fs::read_link("/proc/self/ns/mnt").ok();
-    let mut found: Vec<Daemon> = fs::read_dir("/proc")
+    let found = fs::read_dir("/proc")
         .into_iter()
         .flatten()
         .flatten()
@@ -71,14 +75,54 @@ pub fn running() -> Vec<Daemon> {
             let name = fs::read_to_string(dir.join("comm")).ok()?.trim().to_owned();
             let same_view = fs::read_link(dir.join("ns/mnt")).ok() == ours;
             (NAMES.contains(&name.as_str()) && same_view && process::is_alive(pid)).then_some(())?;
-            Some(Daemon {
+            let user = fs::metadata(&dir).ok()?.uid();
+            let origin = (user, fs::read(dir.join("cmdline")).ok()?);
+            let daemon = Daemon {
                 pid,
                 name,
                 start_ticks: process::start_ticks(pid)?,
-            })
-        })
-        .collect();
-    // A thread of libvirtd that forks has its name for a moment: the oldest is the daemon.
-    found.sort_by_key(|daemon| (daemon.start_ticks, daemon.pid));
-    found
+            };
+            Some((daemon, origin))
+        });
+    without_forks(found.collect())
+}
+
+/// A thread of libvirtd that forks has its name for a moment, and might not survive a signal: the oldest is the
+/// daemon. Those of other users or with other arguments, as sessions are, are daemons by themselves.
+fn without_forks(mut found: Vec<(Daemon, Origin)>) -> Vec<Daemon> {
+    found.sort_by_key(|(daemon, _)| (daemon.start_ticks, daemon.pid));
+    let mut known = Vec::new();
+    found.retain(|(daemon, (user, command))| {
+        let this = (daemon.name.clone(), *user, command.clone());
+        let is_first = !known.contains(&this);
+        known.push(this);
+        is_first
+    });
+    found.into_iter().map(|(daemon, _)| daemon).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_daemon_forks_is_none() {
+        let process = |pid, name: &str, start_ticks, user, command: &str| {
+            let daemon = Daemon {
+                pid,
+                name: name.to_owned(),
+                start_ticks,
+            };
+            (daemon, (user, command.as_bytes().to_vec()))
+        };
+        let found = vec![
+            process(30, "libvirtd", 700, 0, "libvirtd"),
+            process(9, "libvirtd", 700, 1000, "libvirtd --timeout=30"),
+            process(20, "libvirtd", 500, 0, "libvirtd"),
+            process(40, "libvirtd", 300, 0, "libvirtd --timeout=30"),
+            process(50, "virtqemud", 800, 0, "virtqemud"),
+        ];
+        let pids: Vec<u32> = without_forks(found).iter().map(|it| it.pid).collect();
+        assert_eq!(pids, [40, 20, 9, 50]);
+    }
 }
