@@ -1,6 +1,7 @@
 //! What `outram doctor DOMAIN` checks: whether a domain can be attached, as it runs or at its next
 //! start, and whether one that is attached can be detached while it runs.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::Result;
@@ -38,6 +39,8 @@ struct Patient<'a> {
     found: LibvirtDomain,
     host: &'a HostSettings,
     paths: &'a Paths,
+    /// The servers that were asked: of a domain that runs, its definition mostly names the same.
+    asked: BTreeSet<ServerAddress>,
 }
 
 /// All checks of a domain.
@@ -48,11 +51,12 @@ pub(super) fn domain(
     paths: &Paths,
 ) -> Vec<Check> {
     let checked = libvirt.domain(name).map_err(Into::into).and_then(|found| {
-        let patient = Patient {
+        let mut patient = Patient {
             name,
             found,
             host,
             paths,
+            asked: BTreeSet::new(),
         };
         patient.examine()
     });
@@ -67,7 +71,7 @@ pub(super) fn domain(
 }
 
 impl Patient<'_> {
-    fn examine(&self) -> Result<Vec<Check>> {
+    fn examine(&mut self) -> Result<Vec<Check>> {
         let mut checks = Vec::new();
         if self.found.is_persistent()? {
             checks.extend(self.definition()?);
@@ -79,7 +83,7 @@ impl Patient<'_> {
     }
 
     /// The domain as its next start would find it.
-    fn definition(&self) -> Result<Vec<Check>> {
+    fn definition(&mut self) -> Result<Vec<Check>> {
         let domain = DomainXml::parse(&self.found.definition()?)?;
         let label = "next start";
         let settings = match metadata::read(&domain) {
@@ -120,7 +124,7 @@ impl Patient<'_> {
     }
 
     /// A domain that does not use Outram, shut off or at its next start.
-    fn would_attach(&self, domain: &DomainXml) -> Result<Vec<Check>> {
+    fn would_attach(&mut self, domain: &DomainXml) -> Result<Vec<Check>> {
         let mut edited = DomainXml::parse(&domain.to_text()?)?;
         attachment::attach(&mut edited, &self.paths.run, &any_request())?;
         let refusals = refusal::check(&edited, &self.paths.run)?;
@@ -135,7 +139,7 @@ impl Patient<'_> {
     }
 
     /// The domain as it runs.
-    fn running(&self) -> Result<Vec<Check>> {
+    fn running(&mut self) -> Result<Vec<Check>> {
         let domain = DomainXml::parse(&self.found.running_definition()?)?;
         match refusal::our_disks(&domain, &self.paths.run).is_empty() {
             true => self.would_attach_live(domain),
@@ -177,7 +181,7 @@ impl Patient<'_> {
     }
 
     /// A guest that is served now: could it be detached?
-    fn attached(&self, domain: &DomainXml) -> Result<Vec<Check>> {
+    fn attached(&mut self, domain: &DomainXml) -> Result<Vec<Check>> {
         let run_dir = run_dir(self.paths, domain.vm_id()?);
         let status = match BackendControl::of(&run_dir).status() {
             Ok(status) => status,
@@ -227,8 +231,13 @@ impl Patient<'_> {
         Ok(checks)
     }
 
-    /// The servers that the guest uses, or would; whether they could lend what it `needs` at its next start.
-    fn servers(&self, settings: Option<&MemorySettings>, needs: Option<Standing>) -> Vec<Check> {
+    /// The servers that the guest uses, or would; whether they could lend what it `needs` at its next start. Those that
+    /// were asked already are not asked again.
+    fn servers(
+        &mut self,
+        settings: Option<&MemorySettings>,
+        needs: Option<Standing>,
+    ) -> Vec<Check> {
         let named: &[ServerAddress] = match settings {
             Some(settings) if !settings.servers.is_empty() => &settings.servers,
             _ => &self.host.servers,
@@ -240,7 +249,8 @@ impl Patient<'_> {
             bytes: needs.reserve_bytes(named.len()) * named.len() as u64,
             has_bytes: self.promised_by(named),
         });
-        host_checks::servers(named, self.host, wanted)
+        let fresh = not_among(&mut self.asked, named);
+        host_checks::servers(&fresh, self.host, wanted)
     }
 
     /// Bytes that these servers have set aside for the guest as it runs, if it does.
@@ -257,6 +267,14 @@ impl Patient<'_> {
         });
         of_them.map(|server| server.reserved_bytes).sum()
     }
+}
+
+/// Those of `named` that were not asked, which they are from now on.
+fn not_among(asked: &mut BTreeSet<ServerAddress>, named: &[ServerAddress]) -> Vec<ServerAddress> {
+    let fresh = named
+        .iter()
+        .filter(|server| asked.insert((*server).clone()));
+    fresh.cloned().collect()
 }
 
 /// What helps where a guest's backend gives no answer. Its memory is where it was.
@@ -333,6 +351,19 @@ fn no_server(name: &str, config: &Path, is_attached: bool) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_server_is_asked_once() {
+        let servers = |names: &[&str]| -> Vec<ServerAddress> {
+            let parsed = names.iter().map(|name| name.parse().expect("an address"));
+            parsed.collect()
+        };
+        let mut asked = BTreeSet::new();
+        let of_definition = servers(&["10.0.0.2", "10.0.0.3"]);
+        assert_eq!(not_among(&mut asked, &of_definition), of_definition);
+        let of_running = servers(&["10.0.0.3", "10.0.0.4"]);
+        assert_eq!(not_among(&mut asked, &of_running), servers(&["10.0.0.4"]));
+    }
 
     #[test]
     fn memory_that_could_be_plugged_is_told() {

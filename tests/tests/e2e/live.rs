@@ -439,6 +439,18 @@ fn demand_findings(lab: &Lab, domain: &str, healthy: bool, findings: &[[&str; 3]
             "no line '{verdict} {check} … {words}' in:\n{said}"
         );
     }
+    let mut asked: Vec<&str> = said
+        .lines()
+        .filter_map(|line| {
+            line.strip_prefix("pass  server ")?
+                .split_whitespace()
+                .next()
+        })
+        .collect();
+    let count = asked.len();
+    asked.sort_unstable();
+    asked.dedup();
+    ensure!(asked.len() == count, "a server was asked twice:\n{said}");
     Ok(())
 }
 
