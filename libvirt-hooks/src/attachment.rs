@@ -386,14 +386,20 @@ pub(crate) fn pci_controllers(domain: &DomainXml) -> Vec<(u32, Node)> {
         .collect()
 }
 
-/// Takes away what `attach` added, and the disk and settings in any case.
+/// Takes away what `attach` added, and the disk and settings in any case. Settings that are not understood do not
+/// tell what was added: that stays, as what a user may have written.
 pub fn detach(domain: &mut DomainXml, run_dir: &Path) -> Result<Vec<Change>, AttachmentError> {
-    let settings = metadata::read(domain)?;
+    let settings = metadata::read(domain);
     let disks = our_disks(domain, run_dir);
-    if settings.is_none() && disks.is_empty() {
+    if matches!(settings, Ok(None)) && disks.is_empty() {
         return Err(AttachmentError::NotAttached);
     }
-    let added = settings.map(|settings| settings.added).unwrap_or_default();
+    let note = match settings {
+        Ok(_) => "",
+        Err(_) => " (not understood: whatever else 'attach' added stays)",
+    };
+    let added = settings.ok().flatten();
+    let added = added.map(|settings| settings.added).unwrap_or_default();
     let mut changes = Vec::new();
     for disk in disks {
         changes.push(change('-', format!("disk {}", target_name(domain, disk))));
@@ -401,9 +407,10 @@ pub fn detach(domain: &mut DomainXml, run_dir: &Path) -> Result<Vec<Change>, Att
     }
     remove_controllers(domain, &added, &mut changes)?;
     remove_backing(domain, &added, &mut changes)?;
-    if let Some(element) = metadata::find_element(domain) {
+    for element in metadata::our_elements(domain) {
         domain.remove(element)?;
-        changes.push(change('-', "<outram:memory> in <metadata>"));
+        let what = format!("<outram:memory> in <metadata>{note}");
+        changes.push(change('-', what));
     }
     if added.contains(&Addition::Metadata)
         && let Some(parent) = domain.find(&["metadata"])

@@ -231,7 +231,7 @@ pub enum MetadataError {
 }
 
 /// The elements of our namespaces, known or not, directly inside `<metadata>`.
-fn our_elements(domain: &DomainXml) -> Vec<Node> {
+pub fn our_elements(domain: &DomainXml) -> Vec<Node> {
     domain
         .find(&["metadata"])
         .map(|metadata| domain.elements(metadata))

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use outram_libvirt::attachment::{self, AttachRequest, AttachmentError, Change};
 use outram_libvirt::domain_xml::DomainXml;
-use outram_libvirt::metadata::{self, Addition};
+use outram_libvirt::metadata::{self, Addition, NAMESPACE};
 use outram_libvirt::refusal;
 use outram_wire::lost_pages::LostPages;
 use outram_wire::seal::Seal;
@@ -185,6 +185,25 @@ fn controllers_that_libvirt_adds_for_the_disk_go_with_it() {
     let free = noted.replace("bus=\"0x02\"", "bus=\"0x01\"");
     assert_ne!(free, noted);
     assert!(!detach(&free).contains("index=\"2\""));
+}
+
+#[test]
+fn a_domain_whose_settings_are_broken_is_detached() {
+    let attached = support::attached("backed.xml");
+    let other = format!("<o:memory xmlns:o='{NAMESPACE}'/><outram:memory ");
+    for broken in [
+        attached.replacen(" local=", " locall=", 1),
+        attached.replace("xmlns/domain/1", "xmlns/domain/2"),
+        attached.replacen("<outram:memory ", &other, 1),
+    ] {
+        let mut domain = parse(&broken);
+        assert!(metadata::read(&domain).is_err(), "{broken}");
+        let changes = attachment::detach(&mut domain, Path::new(RUN)).expect("detached");
+        assert!(changes[1].what.contains("not understood"), "{changes:?}");
+        let detached = domain.to_text().expect("text");
+        assert!(!detached.contains("outram"), "{detached}");
+        assert!(detached.contains("<access mode=\"shared\"/>"), "{detached}");
+    }
 }
 
 #[test]
