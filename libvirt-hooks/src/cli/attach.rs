@@ -51,7 +51,7 @@ pub enum AttachRefusal {
         refusals: Vec<Refusal>,
     },
     /// No server anywhere.
-    #[error("no memory server is named: give --server HOST[:PORT], or set 'servers' in {0}")]
+    #[error("no memory server is named: give --server HOST, or set 'servers' in {0}")]
     NoServer(std::path::PathBuf),
 }
 
@@ -74,8 +74,9 @@ pub struct AttachArguments {
     /// A memory server; may be repeated: the guest's pages are spread over all of them
     ///
     /// Each holds a part and has to be there at the start: a second one is more room, no standby. Without any, the
-    /// domain keeps the servers it has, or uses those of /etc/outram/backend.toml.
-    #[arg(long, value_name = "HOST[:PORT]", value_parser = parse_server)]
+    /// domain keeps the servers it has, or uses those of /etc/outram/backend.toml. With tcp:// or rdma:// pages
+    /// go over that alone; without, over RDMA where it works, else over TCP.
+    #[arg(long, value_name = "[tcp://|rdma://]HOST[:PORT]", value_parser = parse_server)]
     server: Vec<ServerAddress>,
     /// Give the guest a disk of this size in far memory, such as 8GiB: for swap or scratch files;
     /// 'none' takes it away
@@ -87,16 +88,16 @@ pub struct AttachArguments {
     /// Whether the guest's memory is sealed (encrypted) before it leaves this host
     ///
     /// 'off' is for wires and servers that may see it: what comes back is checked all the same.
-    /// Without this it stays as the domain has it, which is 'on' at first. It takes effect at the
-    /// next start.
+    /// Without this it stays as the domain has it, which is 'on' at first. A guest that runs with
+    /// Outram already keeps what it has until its next start.
     #[arg(long, value_name = "on|off")]
     seal: Option<Seal>,
     /// What becomes of the guest where it uses a page that is lost for good
     ///
     /// 'stop' stops it there. 'poison' gives it a memory error, as hardware does, by which its kernel
     /// ends the process whose page it was, or itself: for domains of type kvm, on Linux 6.6 or newer.
-    /// Without this it stays as the domain has it, which is 'stop' at first. It takes effect at the
-    /// next start.
+    /// Without this it stays as the domain has it, which is 'stop' at first. A guest that runs with
+    /// Outram already keeps what it has until its next start.
     #[arg(long, value_name = "stop|poison")]
     lost_pages: Option<LostPages>,
     #[command(flatten)]

@@ -41,7 +41,7 @@ pub enum DiskCommand {
 #[derive(Debug, Args)]
 pub struct ListArguments {
     /// A memory server to ask besides; may be repeated
-    #[arg(long, value_name = "HOST[:PORT]", value_parser = parse_server)]
+    #[arg(long, value_name = "[tcp://|rdma://]HOST[:PORT]", value_parser = parse_server)]
     server: Vec<ServerAddress>,
     /// Print JSON: a list of objects
     #[arg(long)]
@@ -55,7 +55,7 @@ pub struct DropArguments {
     #[arg(add = domain_names())]
     disk: String,
     /// A memory server to ask besides; may be repeated
-    #[arg(long, value_name = "HOST[:PORT]", value_parser = parse_server)]
+    #[arg(long, value_name = "[tcp://|rdma://]HOST[:PORT]", value_parser = parse_server)]
     server: Vec<ServerAddress>,
 }
 
