@@ -183,10 +183,24 @@ pub enum Refusal {
         /// The path of this domain.
         expected: PathBuf,
     },
+    /// Our disk has a queue that its largest requests do not fit into.
+    #[error(
+        "disk '{disk}' has queue_size='{found}': the guest's largest requests to it take {MIN_QUEUE_SIZE} entries of its queue, and the guest would wait for ever where it has fewer; remove the attribute from its <driver>, or set {MIN_QUEUE_SIZE} or more"
+    )]
+    SmallQueue {
+        /// The disk's target.
+        disk: String,
+        /// The size as written.
+        found: String,
+    },
     /// More than one of our disks.
     #[error("the domain has {0} disks with the socket {1}: keep one")]
     SeveralDisks(usize, PathBuf),
 }
+
+/// Entries of a queue that one request to our disk may take: a header, the 126 segments that the disk allows, and
+/// a status. No tables beside the queue are offered that would hold some of them. It is QEMU's own size, too.
+const MIN_QUEUE_SIZE: u32 = 128;
 
 /// Where the backend of a domain listens.
 pub fn socket_path(run_dir: &Path, vm: VmId) -> PathBuf {
@@ -363,7 +377,10 @@ fn check_disks(domain: &DomainXml, run_dir: &Path, vm: VmId, refusals: &mut Vec<
     for disk in domain.devices("disk") {
         let name = disk_name(domain, disk);
         match vhostuser_socket(domain, disk).map(Path::new) {
-            Some(socket) if socket == expected => own += 1,
+            Some(socket) if socket == expected => {
+                own += 1;
+                refusals.extend(check_queue(domain, disk, name));
+            }
             Some(socket) if socket.starts_with(run_dir) => {
                 ours_elsewhere = true;
                 refusals.push(Refusal::OtherSocket {
@@ -388,6 +405,17 @@ fn disk_name(domain: &DomainXml, disk: Node) -> String {
         .and_then(|target| domain.attribute(target, "dev"))
         .unwrap_or("?")
         .to_owned()
+}
+
+/// `attach` writes no size: a user may have. One that is no number is libvirt's to refuse.
+fn check_queue(domain: &DomainXml, disk: Node, name: String) -> Option<Refusal> {
+    let driver = domain.child(disk, "driver")?;
+    let found = domain.attribute(driver, "queue_size")?;
+    let is_small = found.parse().is_ok_and(|size: u32| size < MIN_QUEUE_SIZE);
+    is_small.then(|| Refusal::SmallQueue {
+        disk: name,
+        found: found.to_owned(),
+    })
 }
 
 fn check_disk(domain: &DomainXml, disk: Node, name: String, refusals: &mut Vec<Refusal>) {

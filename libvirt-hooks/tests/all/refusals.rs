@@ -198,6 +198,22 @@ fn settings_without_their_disk_are_refused() {
 }
 
 #[test]
+fn a_queue_that_requests_do_not_fit_into_is_refused() {
+    let ours = "<disk type=\"vhostuser\" device=\"disk\"><driver ";
+    let sized = |size: &str| format!("{ours}queue_size='{size}' ");
+    assert_refused(
+        ours,
+        &sized("64"),
+        &["vdz", "queue_size='64'", "128 or more"],
+    );
+    for fits in ["128", "1024"] {
+        let after = attached().replacen(ours, &sized(fits), 1);
+        assert!(after.contains("queue_size"));
+        assert_eq!(refusals(&after), []);
+    }
+}
+
+#[test]
 fn all_reasons_are_given_at_once() {
     let text = attached()
         .replace(
