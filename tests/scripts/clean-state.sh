@@ -45,11 +45,14 @@ fi
 
 # Swap of a benchmark that was killed; one that runs holds the lock.
 if [ -e target/bench/lock ] && flock -n target/bench/lock true; then
+  swaps=$(awk '{ print $1 }' /proc/swaps)
   for left in target/bench/swap-* target/bench/zram-*; do
     [ -e "$left" ] || continue
     number=${left##*/zram-}
     case $left in */zram-*) device=/dev/zram$number ;; *) device=$left ;; esac
-    ! grep -q "${device##*/}" /proc/swaps || swapoff "$device"
+    # As the kernel writes it: in full, and without blanks.
+    path=$(realpath "$device") path=${path// /\\040}
+    if grep -Fqx -- "$path" <<<"$swaps"; then swapoff "$device"; fi
     case $left in */zram-*)
       if [ -e "/sys/block/zram$number/reset" ]; then
         echo 1 >"/sys/block/zram$number/reset"

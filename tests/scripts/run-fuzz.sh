@@ -16,8 +16,11 @@ found() {
   exit 1
 }
 
-[ $# != 0 ] || mapfile -t targets < <("$cargo_fuzz" list --fuzz-dir tests/fuzz)
+# By themselves, so that it is noticed where they cannot be listed.
+listed=$("$cargo_fuzz" list --fuzz-dir tests/fuzz)
+mapfile -t targets <<<"$listed"
 [ $# = 0 ] || targets=("$@")
+[ -n "${targets[0]}" ] || { echo "fuzz: there are no targets in tests/fuzz" >&2; exit 1; }
 "$cargo_fuzz" build "${options[@]}"
 triple=$(rustc -vV | sed -n 's/^host: //p')
 # libFuzzer's main is none of Rust's, which would see to this.

@@ -21,11 +21,20 @@ mkdir -p target
 cargo build --workspace || give_up "the workspace does not build"
 
 status=0
+try() { # COMMAND…, which runs tests: that it found none by the name it was given is no success
+  "$@" 2>&1 | tee "$log.part" || status=1
+  cat "$log.part" >>"$log"
+  if ! grep -Eq '^test result: .* [1-9][0-9]* (passed|failed);|^SKIPPED' "$log.part"; then
+    echo "soak: no test was run by: $*" | tee -a "$log"
+    status=1
+  fi
+  rm -f "$log.part"
+}
 echo "soak: $OUTRAM_SOAK_KILLS kills of a backend"
-cargo test --workspace --test pager -- a_backend_killed_again_and_again 2>&1 | tee -a "$log" || status=1
+try cargo test --workspace --test pager -- a_backend_killed_again_and_again
 echo "soak: $seconds s of simulation"
-OUTRAM_SIM_SECONDS=$seconds cargo test --workspace --test simulation -- \
-  --nocapture invariants_hold 2>&1 | tee -a "$log" || status=1
+export OUTRAM_SIM_SECONDS=$seconds
+try cargo test --workspace --test simulation -- --nocapture invariants_hold
 
 echo
 if [ "$status" = 0 ] && ! grep -q '^SKIPPED' "$log"; then
@@ -36,6 +45,6 @@ elif [ "$status" = 0 ]; then
   grep '^SKIPPED' "$log"
 else
   echo "soak: something was found; see $log"
-  grep -E '^run it again|panicked at|FAILED$' "$log"
+  grep -E '^run it again|panicked at|FAILED$|no test was run' "$log"
 fi
 exit "$status"
