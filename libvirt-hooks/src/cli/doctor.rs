@@ -106,13 +106,15 @@ impl fmt::Display for Check {
 impl DoctorArguments {
     /// Prints every check. The result is whether none failed.
     pub fn run(&self, uri: Option<&str>, paths: &Paths) -> Result<bool> {
+        // Where systemd starts libvirt's daemon for whoever connects, it is to run by the time it is looked for.
+        let libvirt = Libvirt::connect(uri);
         let mut checks = host_checks::kernel();
         checks.extend(host_checks::programs(paths));
         let (settings, check) = host_checks::settings(paths);
         checks.push(check);
         checks.extend(rdma_checks::rdma(&settings.rdma, paths));
         checks.push(host_checks::certificates(&settings, paths.systemd));
-        match Libvirt::connect(uri) {
+        match libvirt {
             Ok(libvirt) => {
                 checks.extend(versions(&libvirt));
                 if let Some(name) = &self.domain {
