@@ -2,8 +2,9 @@
 //!
 //! Blocks come and go while the guest runs. Each is cut into one region a shard (at multiples of
 //! 2 MiB, as hugetlbfs wants it), so that every shard has its part of every block, and each region
-//! gets a place in its shard's range of the page table for as long as it is there. What looks a
-//! page up that has left meanwhile is told so.
+//! gets a place in its shard's range of the page table for as long as it is there. Where no place of
+//! that range is large enough, as blocks came and went, a shard's part is several regions. What looks
+//! a page up that has left meanwhile is told so.
 //!
 //! Guest memory is read with `preadv` on the memfd, never through a mapping: a read of a hole
 //! through a mapping would make a page of zeros there. The lock guards the list alone, never an
@@ -67,7 +68,7 @@ impl Block {
     }
 }
 
-/// One shard's part of a block, with its place in the page table.
+/// One shard's part of a block, or some of it, with its place in the page table.
 #[derive(Debug)]
 pub(super) struct Region {
     /// The block.
@@ -212,17 +213,14 @@ impl GuestRam {
         let mut skipped = 0;
         for range in &self.ranges {
             let count = each.min(block.pages - skipped);
-            if count == 0 {
-                break;
+            for pages in free_places(&regions, *range, count, align).ok_or(NoRoom)? {
+                added.push(Arc::new(Region {
+                    block: Arc::clone(&block),
+                    pages,
+                    skipped,
+                }));
+                skipped += pages.count;
             }
-            let first = free_place(&regions, *range, count, align).ok_or(NoRoom)?;
-            let pages = PageRun { first, count };
-            added.push(Arc::new(Region {
-                block: Arc::clone(&block),
-                pages,
-                skipped,
-            }));
-            skipped += count;
         }
         let mut all = regions.clone();
         all.extend(added.iter().cloned());
@@ -549,25 +547,58 @@ fn pagemap_offset(address: u64) -> u64 {
     address / PageSize::BASE.bytes() * 8
 }
 
-/// The first place in `range` for `count` pages and one more.
-fn free_place(
+/// Places in `range` for `count` pages, each with one more page behind it: the first that has room for all
+/// of them, or as few as those between regions allow, where blocks came and went.
+fn free_places(
     regions: &[Arc<Region>],
     range: PageRun,
     count: u32,
     align: u32,
-) -> Option<PageIndex> {
+) -> Option<Vec<PageRun>> {
+    let mut free = free_runs(regions, range, align);
+    let mut places = Vec::new();
+    let mut left = count;
+    while left > 0 {
+        let whole = free.iter().position(|run| run.count >= left);
+        // Of some of them, a multiple: the next region of the block starts in the midst of no unit.
+        let place = whole.or_else(|| (0..free.len()).max_by_key(|at| free[*at].count / align))?;
+        let PageRun { first, count: most } = free.remove(place);
+        let count = if most >= left {
+            left
+        } else {
+            most / align * align
+        };
+        if count == 0 {
+            return None;
+        }
+        places.push(PageRun { first, count });
+        left -= count;
+    }
+    Some(places)
+}
+
+/// The pages of `range` that may be a region's, in order: each run begins at a multiple of `align`, and ends
+/// one page before what is taken.
+fn free_runs(regions: &[Arc<Region>], range: PageRun, align: u32) -> Vec<PageRun> {
+    let mut free = Vec::new();
     let mut next = range.first.0;
+    let mut note = |first: u32, end: u32| {
+        if first + 1 < end {
+            free.push(PageRun {
+                first: PageIndex(first),
+                count: end - first - 1,
+            });
+        }
+    };
     for region in regions {
         let taken = region.pages;
-        if !range.contains(taken.first) {
-            continue;
+        if range.contains(taken.first) {
+            note(next, taken.first.0);
+            next = (taken.end().0 + 1).next_multiple_of(align);
         }
-        if next.checked_add(count)? < taken.first.0 {
-            break;
-        }
-        next = (taken.end().0 + 1).next_multiple_of(align);
     }
-    (next.checked_add(count)? < range.end().0).then_some(PageIndex(next))
+    note(next, range.end().0);
+    free
 }
 
 /// The pages that two runs share.
@@ -691,6 +722,72 @@ mod tests {
             count: 512,
         };
         assert!(!ram(7, 2).restore(block(2, 0), &[outside]));
+    }
+
+    /// 6 GiB of RAM in a table for 8 GiB, where what is free is the places of two blocks that left, not beside
+    /// each other.
+    fn fragmented() -> GuestRam {
+        let ram = ram(8192, 5);
+        ram.add(block(4096, 0x10_0000_0000)).expect("room");
+        for number in 2..6 {
+            ram.add(block(1024, number << 36)).expect("room");
+        }
+        for number in [2, 4] {
+            ram.remove(&ram.runs_at(number << 36, (number << 36) + 1024 * MIB));
+        }
+        ram
+    }
+
+    #[test]
+    fn a_block_that_fits_nowhere_as_a_whole_is_cut_into_what_is_free() {
+        let ram = fragmented();
+        let start = 0x60_0000_0000;
+        let added = ram.add(block(2048, start)).expect("places for its halves");
+        let counts: Vec<u32> = added.iter().map(|region| region.pages.count).collect();
+        assert_eq!(counts, [1 << 17; 4]);
+        assert_eq!(ram.pages(), 2 << 20);
+        for (number, region) in added.iter().enumerate() {
+            let (hva, length) = region.address_range();
+            assert_eq!(hva, start + number as u64 * 512 * MIB);
+            assert_eq!(ram.shard_of(region.pages), number / 2);
+            assert_eq!(ram.runs_at(hva, hva + length), [region.pages]);
+            assert_eq!(ram.hva(region.pages.first), Some(hva));
+        }
+        let regions = ram.regions();
+        let is_apart = |pair: &[Arc<Region>]| pair[0].pages.end() < pair[1].pages.first;
+        assert!(regions.windows(2).all(is_apart));
+        let file = ram.runs_in_file(added[0].block.id, 0, 2048 * MIB);
+        assert_eq!(file.map(|runs| runs.len()), Some(4));
+    }
+
+    #[test]
+    fn a_block_in_pieces_is_the_same_in_another_process_and_leaves_as_a_whole() {
+        let before = fragmented();
+        let start = 0x60_0000_0000;
+        let added = before.add(block(2048, start)).expect("room");
+        let after = ram(8192, 5);
+        for record in before.records() {
+            let again = block(record.bytes / MIB, record.address);
+            assert!(after.restore(again, &super::super::takeover::places(&record)));
+        }
+        for offset in (0..2048 * MIB).step_by(256 << 20) {
+            let page = before.page_at(start + offset);
+            assert!(page.is_some());
+            assert_eq!(after.page_at(start + offset), page);
+        }
+        let runs: Vec<PageRun> = added.iter().map(|region| region.pages).collect();
+        before.remove(&runs);
+        assert_eq!(before.runs_at(start, start + 2048 * MIB), []);
+        assert_eq!(before.pages(), 6144 << 8);
+        assert!(before.add(block(2048, start)).is_ok(), "its room is free");
+    }
+
+    #[test]
+    fn no_piece_of_a_block_is_kept_where_not_all_of_it_has_a_place() {
+        let ram = fragmented();
+        let before = ram.regions().len();
+        assert!(ram.add(block(3072, 0x60_0000_0000)).is_err());
+        assert_eq!((ram.regions().len(), ram.pages()), (before, 6144 << 8));
     }
 
     #[test]
