@@ -13,11 +13,15 @@
 //! what lies in the last chunk moves to them, and the chunk is the guest's again.
 //!
 //! Where few of the last pages became small enough, not all of the following are tried.
+//!
+//! Faults wait for the lock: while it is held, no more is looked at than what lies in one chunk, or in one
+//! part of the index.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use foldhash::HashMap;
 use lz4_flex::block::{
     CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
 };
@@ -45,9 +49,16 @@ const HELD_PER_PAGE: usize = 4;
 /// Chunks' worth of free blocks that are one chunk too many: so many that it is not asked for again at once.
 const IDLE_CHUNKS: usize = 2;
 
-/// Pages of memory that have an index of one page: 128 bytes for each compressed one, as a hash map holds
-/// up to twice as many as are used.
-const PAGES_PER_INDEX_PAGE: u32 = 8;
+/// Pages of memory for which one more is counted, so 1,024 bytes each: for [`HELD_PER_PAGE`] compressed pages 65 bytes
+/// in each of at most 3.5 places of the index, and for blocks 6 bytes each. While a part of the index grows, it is there
+/// twice.
+const PAGES_PER_INDEX_PAGE: u32 = 4;
+
+/// Parts of the index, each a map of its own: what grows or shrinks at once is one of them.
+const INDEX_PARTS: usize = 64;
+
+/// Places of a part that are not given back.
+const LEAST_PLACES: usize = 14;
 
 /// How many of the last pages that were tried became small enough: from 0 for none to this for all, each
 /// counting a 32nd less than the next.
@@ -87,12 +98,18 @@ impl Press {
 #[derive(Clone, Copy, Debug)]
 struct Held {
     generation: Generation,
-    /// When it came: none has the number of another.
-    arrival: u64,
+    /// The page that came before it, and the one that came after; or [`NOBODY`].
+    older: PageIndex,
+    younger: PageIndex,
     bytes: u16,
     /// Where its bytes are, as many as it needs.
     blocks: [u32; MOST_BLOCKS],
 }
+
+const _: () = assert!(size_of::<(PageIndex, Held)>() == 64, "PAGES_PER_INDEX_PAGE");
+
+/// No page: a table has fewer.
+const NOBODY: PageIndex = PageIndex(u32::MAX);
 
 impl Held {
     fn blocks(&self) -> &[u32] {
@@ -100,17 +117,126 @@ impl Held {
     }
 }
 
+/// The compressed pages there are, linked in the order in which they came.
+#[derive(Debug)]
+struct Index {
+    parts: Vec<HashMap<PageIndex, Held>>,
+    count: usize,
+    oldest: PageIndex,
+    youngest: PageIndex,
+}
+
+impl Default for Index {
+    fn default() -> Self {
+        Self {
+            parts: (0..INDEX_PARTS).map(|_| HashMap::default()).collect(),
+            count: 0,
+            oldest: NOBODY,
+            youngest: NOBODY,
+        }
+    }
+}
+
+impl Index {
+    fn part(&mut self, page: PageIndex) -> &mut HashMap<PageIndex, Held> {
+        &mut self.parts[page.0 as usize % INDEX_PARTS]
+    }
+
+    fn get(&self, page: PageIndex) -> Option<&Held> {
+        self.parts[page.0 as usize % INDEX_PARTS].get(&page)
+    }
+
+    fn get_mut(&mut self, page: PageIndex) -> Option<&mut Held> {
+        self.part(page).get_mut(&page)
+    }
+
+    /// A page is here from now on, which was not.
+    fn insert(&mut self, page: PageIndex, held: Held) {
+        let older = self.note_youngest(page);
+        let held = Held {
+            older,
+            younger: NOBODY,
+            ..held
+        };
+        self.part(page).insert(page, held);
+        self.count += 1;
+    }
+
+    fn remove(&mut self, page: PageIndex) -> Option<Held> {
+        let part = self.part(page);
+        let held = part.remove(&page)?;
+        // So much less than it grew by that it is not done again at once.
+        if part.capacity() > LEAST_PLACES && 3 * part.len() < part.capacity() {
+            part.shrink_to(part.len() * 3 / 2);
+        }
+        self.count -= 1;
+        self.link(held.older, held.younger);
+        Some(held)
+    }
+
+    /// The page counts as having come now.
+    fn renew(&mut self, page: PageIndex) {
+        let Some(Held { older, younger, .. }) = self.get(page).copied() else {
+            return;
+        };
+        self.link(older, younger);
+        let older = self.note_youngest(page);
+        if let Some(held) = self.get_mut(page) {
+            (held.older, held.younger) = (older, NOBODY);
+        }
+    }
+
+    /// Returns what was the youngest before.
+    fn note_youngest(&mut self, page: PageIndex) -> PageIndex {
+        let before = self.youngest;
+        self.link(before, page);
+        self.youngest = page;
+        before
+    }
+
+    /// Has one page come next after another; either may be nobody, or not here yet.
+    fn link(&mut self, older: PageIndex, younger: PageIndex) {
+        match self.get_mut(older) {
+            Some(held) => held.younger = younger,
+            None => self.oldest = younger,
+        }
+        match self.get_mut(younger) {
+            Some(held) => held.older = older,
+            None => self.youngest = older,
+        }
+    }
+}
+
+/// Memory for blocks.
+#[derive(Debug)]
+struct Chunk {
+    memory: MmapRegion,
+    /// Whose each block is, or was.
+    owners: Box<[PageIndex]>,
+    /// Blocks that hold nothing.
+    free: Vec<u16>,
+}
+
+impl Chunk {
+    fn new(memory: MmapRegion) -> Self {
+        let blocks = memory.size() / BLOCK_BYTES;
+        Self {
+            memory,
+            owners: vec![NOBODY; blocks].into(),
+            free: (0..blocks as u16).rev().collect(),
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct Contents {
-    chunks: Vec<MmapRegion>,
-    /// Blocks that hold nothing.
-    free: Vec<u32>,
-    /// Whose each block is, or was.
-    owners: Vec<PageIndex>,
-    index: HashMap<PageIndex, Held>,
-    /// Who came when, oldest first; some are here no longer.
-    arrivals: VecDeque<(PageIndex, u64)>,
-    arrived: u64,
+    /// All are of one size: blocks are numbered through them in a row.
+    chunks: Vec<Chunk>,
+    /// Those with free blocks.
+    roomy: BTreeSet<usize>,
+    /// Free blocks in all.
+    free: usize,
+    index: Index,
 }
 
 /// The compressed pages of a guest; a leaf lock guards them, and is not held while anything is compressed.
@@ -134,7 +260,7 @@ impl Default for CompressedPool {
 }
 
 impl CompressedPool {
-    /// An empty pool, which takes memory in chunks of so many pages.
+    /// An empty pool, which takes memory in chunks of so many pages, which number their blocks in 16 bits.
     pub fn of_chunks(chunk_pages: u32) -> Self {
         Self {
             chunk_pages,
@@ -160,14 +286,20 @@ impl CompressedPool {
     /// for room are to be told.
     pub fn set_capacity(&self, pages: u64, budget: &Budget) {
         let most = u32::try_from(pages / self.chunk_cost()).unwrap_or(u32::MAX);
-        let mut contents = self.contents();
         self.most.store(most, Ordering::Relaxed);
-        let given_back = contents.shrink(most as usize);
-        // To unmap much takes long: faults look here meanwhile.
-        drop(contents);
-        let pages = given_back.len() as u64 * self.chunk_cost();
-        drop(given_back);
-        budget.release(pages);
+        while let Some(chunk) = self.take_surplus() {
+            // The host's first, as others may take it then.
+            drop(chunk);
+            budget.release(self.chunk_cost());
+        }
+    }
+
+    /// A chunk that there is beyond those that there may be.
+    fn take_surplus(&self) -> Option<Chunk> {
+        let mut contents = self.contents();
+        // Another may have set a new number meanwhile.
+        let most = self.most.load(Ordering::Relaxed) as usize;
+        (contents.chunks.len() > most).then(|| contents.drop_last())?
     }
 
     /// Pages of memory that it takes, as they are counted.
@@ -177,7 +309,7 @@ impl CompressedPool {
 
     /// Pages that are here.
     pub fn held_pages(&self) -> u64 {
-        self.contents().index.len() as u64
+        self.contents().index.count as u64
     }
 
     /// Pages that were compressed and kept, so far.
@@ -259,8 +391,8 @@ impl CompressedPool {
     fn makes_room(&self, contents: &mut Contents, bytes: usize, budget: &Budget) -> bool {
         loop {
             let most_held = contents.chunks.len() * self.chunk_pages as usize * HELD_PER_PAGE;
-            let has_blocks = contents.free.len() >= bytes.div_ceil(BLOCK_BYTES);
-            if has_blocks && contents.index.len() < most_held {
+            let has_blocks = contents.free >= bytes.div_ceil(BLOCK_BYTES);
+            if has_blocks && contents.index.count < most_held {
                 return true;
             }
             let most = self.most.load(Ordering::Relaxed) as usize;
@@ -275,7 +407,7 @@ impl CompressedPool {
     }
 
     /// Another chunk, where nobody else is in need of its memory.
-    fn new_chunk(&self, budget: &Budget) -> Option<MmapRegion> {
+    fn new_chunk(&self, budget: &Budget) -> Option<Chunk> {
         let cost = self.chunk_cost();
         if budget.waiting() > 0 || budget.spare() < cost || !budget.acquire(cost) {
             return None;
@@ -284,102 +416,113 @@ impl CompressedPool {
         if chunk.is_err() {
             budget.release(cost);
         }
-        chunk.ok()
+        chunk.ok().map(Chunk::new)
     }
 }
 
-/// The blocks of a chunk: their numbers are those of the chunks in a row.
-fn blocks_of(chunk: &MmapRegion) -> usize {
-    chunk.size() / BLOCK_BYTES
-}
-
 impl Contents {
-    fn add(&mut self, chunk: MmapRegion) {
-        let first = self.chunks.len() * blocks_of(&chunk);
-        self.free.extend(
-            (first..first + blocks_of(&chunk))
-                .rev()
-                .map(|block| block as u32),
-        );
-        self.owners.resize(first + blocks_of(&chunk), PageIndex(0));
+    /// Blocks of a chunk.
+    fn each(&self) -> usize {
+        self.chunks.first().map_or(1, |chunk| chunk.owners.len())
+    }
+
+    fn add(&mut self, chunk: Chunk) {
+        self.free += chunk.free.len();
+        self.roomy.insert(self.chunks.len());
         self.chunks.push(chunk);
     }
 
     /// Takes the last chunk out, and has what lies in it lie elsewhere, where there are more by `IDLE_CHUNKS`
     /// than are in use. A chunk holds `most_held` pages at most.
-    fn take_idle(&mut self, most_held: usize) -> Option<MmapRegion> {
-        let each = blocks_of(self.chunks.last()?);
-        let needed = self.index.len().div_ceil(most_held) + IDLE_CHUNKS;
-        if self.free.len() < IDLE_CHUNKS * each || self.chunks.len() < needed {
+    fn take_idle(&mut self, most_held: usize) -> Option<Chunk> {
+        let each = self.each();
+        let needed = self.index.count.div_ceil(most_held) + IDLE_CHUNKS;
+        if self.free < IDLE_CHUNKS * each || self.chunks.len() < needed {
             return None;
         }
-        let end = (self.chunks.len() - 1) * each;
         // There is one for each in use: even without the last chunk's, a chunk's worth is left.
-        self.free.retain(|block| (*block as usize) < end);
-        for block in end..self.owners.len() {
-            self.move_block(block as u32);
-        }
-        self.owners.truncate(end);
+        self.close_last();
+        let end = self.chunks.len() * each;
+        (end - each..end).for_each(|block| self.move_block(block as u32));
         self.chunks.pop()
+    }
+
+    /// Takes the last chunk out, and drops what lies in it.
+    fn drop_last(&mut self) -> Option<Chunk> {
+        let end = self.chunks.len() * self.each();
+        for block in end - self.each()..end {
+            if let Some((page, _)) = self.lying_in(block as u32) {
+                self.remove(page);
+            }
+        }
+        self.close_last();
+        self.chunks.pop()
+    }
+
+    /// Nothing is to come into the last chunk any more.
+    fn close_last(&mut self) {
+        if let Some(chunk) = self.chunks.last_mut() {
+            self.free -= std::mem::take(&mut chunk.free).len();
+            self.roomy.remove(&(self.chunks.len() - 1));
+        }
+    }
+
+    /// The page that lies in a block, and as the how-manieth of its blocks.
+    fn lying_in(&self, block: u32) -> Option<(PageIndex, usize)> {
+        let each = self.each();
+        let owner = self.chunks.get(block as usize / each)?.owners[block as usize % each];
+        let held = self.index.get(owner)?;
+        let place = held.blocks().iter().position(|other| *other == block)?;
+        Some((owner, place))
     }
 
     /// Moves what is in a block, if there is something, to a free one.
     fn move_block(&mut self, from: u32) {
-        let owner = self.owners[from as usize];
-        let held = self.index.get(&owner);
-        let place = held.and_then(|held| held.blocks().iter().position(|block| *block == from));
-        let Some(place) = place else { return };
-        let Some(to) = self.free.pop() else { return };
+        let Some((owner, place)) = self.lying_in(from) else {
+            return;
+        };
+        let Some(to) = self.take_block(owner) else {
+            return;
+        };
         let mut bytes = [0; BLOCK_BYTES];
         // Within a chunk they cannot fail; what was not moved would be found out when it is taken.
         let _ = self.at(from).map(|at| at.copy_to(&mut bytes));
         let _ = self.at(to).map(|at| at.copy_from(&bytes));
-        self.owners[to as usize] = owner;
-        if let Some(held) = self.index.get_mut(&owner) {
+        if let Some(held) = self.index.get_mut(owner) {
             held.blocks[place] = to;
         }
     }
 
-    /// Takes all chunks out but so many, with what lies in them.
-    fn shrink(&mut self, most: usize) -> Vec<MmapRegion> {
-        let Some(chunk) = self.chunks.get(most) else {
-            return Vec::new();
-        };
-        let end = (most * blocks_of(chunk)) as u32;
-        let Self { index, free, .. } = self;
-        index.retain(|_, held| {
-            let stays = held.blocks().iter().all(|block| *block < end);
-            if !stays {
-                free.extend(held.blocks());
-            }
-            stays
-        });
-        free.retain(|block| *block < end);
-        self.owners.truncate(end as usize);
-        self.forget_arrivals();
-        self.chunks.split_off(most)
+    /// A free block for a page: of the first chunk that has one, so that the last are not needed.
+    fn take_block(&mut self, owner: PageIndex) -> Option<u32> {
+        let (number, each) = (*self.roomy.first()?, self.each());
+        let chunk = self.chunks.get_mut(number)?;
+        let block = chunk.free.pop()?;
+        chunk.owners[usize::from(block)] = owner;
+        if chunk.free.is_empty() {
+            self.roomy.remove(&number);
+        }
+        self.free -= 1;
+        Some((number * each + usize::from(block)) as u32)
+    }
+
+    fn free_block(&mut self, block: u32) {
+        let (number, each) = (block as usize / self.each(), self.each());
+        if let Some(chunk) = self.chunks.get_mut(number) {
+            chunk.free.push((block as usize % each) as u16);
+            self.roomy.insert(number);
+            self.free += 1;
+        }
     }
 
     /// Whether the page is here; it counts as having come now.
     fn has(&mut self, page: PageIndex, generation: Generation) -> bool {
         let is_here = |held: &Held| held.generation == generation;
-        if !self.index.get(&page).is_some_and(is_here) {
-            return false;
+        let has = self.index.get(page).is_some_and(is_here);
+        if has {
+            self.index.renew(page);
         }
-        let arrival = self.note_arrival(page);
-        if let Some(held) = self.index.get_mut(&page) {
-            held.arrival = arrival;
-        }
-        true
-    }
-
-    fn note_arrival(&mut self, page: PageIndex) -> u64 {
-        if self.arrivals.len() > 2 * self.index.len() + 64 {
-            self.forget_arrivals();
-        }
-        self.arrived += 1;
-        self.arrivals.push_back((page, self.arrived));
-        self.arrived
+        has
     }
 
     /// There is room for it.
@@ -387,16 +530,16 @@ impl Contents {
         self.remove(page);
         let mut held = Held {
             generation,
-            arrival: self.note_arrival(page),
+            older: NOBODY,
+            younger: NOBODY,
             bytes: packed.len() as u16,
             blocks: [0; MOST_BLOCKS],
         };
         for (place, part) in packed.chunks(BLOCK_BYTES).enumerate() {
-            let Some(block) = self.free.pop() else {
+            let Some(block) = self.take_block(page) else {
                 return;
             };
             held.blocks[place] = block;
-            self.owners[block as usize] = page;
             // Within a chunk it cannot fail; what was not written would be found out when it is taken.
             let _ = self.at(block).map(|at| at.copy_from(part));
         }
@@ -418,40 +561,24 @@ impl Contents {
 
     /// A block's memory.
     fn at(&self, block: u32) -> Option<VolatileSlice<'_>> {
-        let each = blocks_of(self.chunks.first()?);
+        let each = self.each();
         let chunk = self.chunks.get(block as usize / each)?;
         let offset = block as usize % each * BLOCK_BYTES;
-        chunk.get_slice(offset, BLOCK_BYTES).ok()
+        chunk.memory.get_slice(offset, BLOCK_BYTES).ok()
     }
 
     /// Frees what a page has here; its bytes stay until the blocks are another's.
     fn remove(&mut self, page: PageIndex) -> Option<Held> {
-        let held = self.index.remove(&page)?;
-        self.free.extend(held.blocks());
+        let held = self.index.remove(page)?;
+        held.blocks()
+            .iter()
+            .for_each(|block| self.free_block(*block));
         Some(held)
     }
 
     /// Whether there was one.
     fn drop_oldest(&mut self) -> bool {
-        while let Some((page, arrival)) = self.arrivals.pop_front() {
-            if self.is_current(page, arrival) {
-                self.remove(page);
-                return true;
-            }
-        }
-        false
-    }
-
-    fn is_current(&self, page: PageIndex, arrival: u64) -> bool {
-        let held = self.index.get(&page);
-        held.is_some_and(|held| held.arrival == arrival)
-    }
-
-    /// Forgets when those came that are here no longer.
-    fn forget_arrivals(&mut self) {
-        let mut arrivals = std::mem::take(&mut self.arrivals);
-        arrivals.retain(|(page, arrival)| self.is_current(*page, *arrival));
-        self.arrivals = arrivals;
+        self.remove(self.index.oldest).is_some()
     }
 }
 
@@ -589,7 +716,7 @@ mod tests {
             assert_eq!(found(&pool, number, FIRST), Some(page(number)));
         }
         let contents = pool.0.contents();
-        assert_eq!(contents.owners.len(), contents.free.len());
+        assert_eq!(contents.free, contents.chunks.len() * contents.each());
     }
 
     #[test]
@@ -641,7 +768,6 @@ mod tests {
             offer(&pool, page, FIRST, &bytes);
         }
         assert_eq!(pool.0.held_pages(), 2 * HELD_PER_PAGE as u64);
-        assert!(pool.0.contents().arrivals.len() <= 3 * 20);
     }
 
     #[test]
@@ -652,12 +778,82 @@ mod tests {
             offer(&pool, 1, FIRST, &bytes);
             assert_eq!(found(&pool, 1, FIRST), Some(bytes.clone()));
         }
-        assert!(pool.0.contents().arrivals.len() < 100);
-        // The same of one that leaves again and again, and comes back from elsewhere.
-        for _ in 0..1000 {
-            offer(&pool, 1, FIRST, &bytes);
+        let contents = pool.0.contents();
+        let nobody = (contents.index.oldest, contents.index.youngest);
+        assert_eq!(nobody, (NOBODY, NOBODY));
+        assert_eq!(contents.free, contents.chunks.len() * contents.each());
+    }
+
+    /// Bytes that are taken beside the chunks.
+    fn bookkeeping_bytes(contents: &Contents) -> usize {
+        // A place and what its map notes of it; seven of eight may be used.
+        let place = size_of::<(PageIndex, Held)>() + 1;
+        let parts = contents.index.parts.iter();
+        let index: usize = parts.map(|part| part.capacity() * 8 / 7 * place).sum();
+        let of_chunk =
+            |chunk: &Chunk| size_of_val(&*chunk.owners) + chunk.free.capacity() * size_of::<u16>();
+        index + contents.chunks.iter().map(of_chunk).sum::<usize>()
+    }
+
+    #[test]
+    fn bookkeeping_takes_no_more_than_is_counted_for_it() {
+        let (pool, budget) = (
+            CompressedPool::default(),
+            Budget::new(100_000, PageSize::BASE),
+        );
+        let pool = (pool, budget);
+        pool.0.set_capacity(50_000, &pool.1);
+        let chunks = |pages: u64| pages / pool.0.chunk_cost();
+        let check = || {
+            let contents = pool.0.contents();
+            let chunks = contents.chunks.len() as u64;
+            let counted = chunks * (pool.0.chunk_cost() - u64::from(CHUNK_PAGES));
+            let taken = bookkeeping_bytes(&contents);
+            assert!(
+                taken as u64 <= counted * PAGE_SIZE as u64,
+                "{taken} bytes, {chunks} chunks"
+            );
+        };
+        // As many as the index may hold, and what it grows by on the way there.
+        let most = chunks(50_000) as u32 * CHUNK_PAGES * HELD_PER_PAGE as u32;
+        for page in 0..most {
+            offer(&pool, page, FIRST, &page_of(10, 1));
+            if page % 1000 == 999 {
+                check();
+            }
         }
-        assert!(pool.0.contents().arrivals.len() < 100);
+        assert_eq!(pool.0.held_pages(), u64::from(most));
+        for page in 0..most - 1000 {
+            assert!(found(&pool, page, FIRST).is_some());
+            pool.0.give_back_idle(&pool.1);
+            if page % 1000 == 999 {
+                check();
+            }
+        }
+        assert!(chunks(pool.0.taken_pages()) < 20);
+    }
+
+    #[test]
+    fn a_chunk_is_given_up_at_a_time() {
+        let pool = pool(6);
+        for page in 0..12 {
+            offer(&pool, page, FIRST, &page_of(1700, page.into()));
+        }
+        pool.0.most.store(2, Ordering::Relaxed);
+        for left in (2..6).rev() {
+            assert!(pool.0.take_surplus().is_some());
+            let contents = pool.0.contents();
+            assert_eq!(contents.chunks.len(), left);
+            let used: usize = contents
+                .index
+                .parts
+                .iter()
+                .flat_map(HashMap::values)
+                .map(|held| held.blocks().len())
+                .sum();
+            assert_eq!(contents.free + used, left * contents.each());
+        }
+        assert!(pool.0.take_surplus().is_none());
     }
 
     #[test]
@@ -674,6 +870,44 @@ mod tests {
     }
 
     proptest! {
+        /// The oldest is the one that came, or came again, before all others.
+        #[test]
+        fn pages_are_known_in_the_order_in_which_they_came(
+            steps in prop::collection::vec((0..200u32, 0..4u32), 1..300)
+        ) {
+            let mut index = Index::default();
+            let mut known: Vec<PageIndex> = Vec::new();
+            let held = Held {
+                generation: FIRST,
+                older: NOBODY,
+                younger: NOBODY,
+                bytes: 0,
+                blocks: [0; MOST_BLOCKS],
+            };
+            for (page, what) in steps {
+                let page = match what {
+                    3 => index.oldest,
+                    _ => PageIndex(page),
+                };
+                let was_here = known.contains(&page);
+                known.retain(|other| *other != page);
+                match (what, was_here) {
+                    (0 | 1, true) => index.renew(page),
+                    (0 | 1, false) => index.insert(page, held),
+                    _ => prop_assert_eq!(index.remove(page).is_some(), was_here),
+                }
+                if what < 2 {
+                    known.push(page);
+                }
+                prop_assert_eq!(index.count, known.len());
+                let from = |page| index.get(page).map(|held| held.younger);
+                let oldest = (index.oldest != NOBODY).then_some(index.oldest);
+                let order = std::iter::successors(oldest, |page| from(*page).filter(|next| *next != NOBODY));
+                prop_assert_eq!(&order.collect::<Vec<_>>(), &known);
+                prop_assert_eq!(index.youngest, known.last().copied().unwrap_or(NOBODY));
+            }
+        }
+
         /// Whatever is found is what was last offered of that page, and memory is never taken beyond
         /// what is allowed.
         #[test]
@@ -682,7 +916,7 @@ mod tests {
         ) {
             let pool = pool(4);
             let mut allowed = 8;
-            let mut last: HashMap<u32, (Generation, Vec<u8>)> = HashMap::new();
+            let mut last: HashMap<u32, (Generation, Vec<u8>)> = HashMap::default();
             for (number, (page, random_bytes, what)) in steps.into_iter().enumerate() {
                 match what {
                     0 => {
