@@ -123,7 +123,7 @@ impl Guest {
     /// A killed QEMU whose threads wait in faults may not be reapable before they are let go: a
     /// vhost worker waits without heeding the signal, and the process counts as alive.
     pub(super) fn let_go_if_killed(&self) {
-        if self.pager.memory().waiting_faults == 0 || self.let_go.load(Ordering::Relaxed) {
+        if self.pager.waiting_faults() == 0 || self.let_go.load(Ordering::Relaxed) {
             return;
         }
         if is_being_killed(self.vmm.pid) {
@@ -228,7 +228,7 @@ impl Guest {
             return;
         }
         let answered_faults = self.pager.stats().answered_faults();
-        let waits = self.pager.memory().waiting_faults > 0;
+        let waits = self.pager.waiting_faults() > 0;
         let mut stuck = lock(&self.stuck);
         match &*stuck {
             Some(known) if waits && known.answered_faults == answered_faults => {
