@@ -422,19 +422,12 @@ impl Pager {
 
     /// Has the shards drop what is mapped no longer.
     fn send_off(&self, mappings: &[Mapping]) {
-        let mut plugging = lock(&self.plugging);
-        for block in self.ram.blocks() {
-            let leaves = |leaving: &Leaving| Arc::ptr_eq(&leaving.block, &block);
-            // A block is unplugged as a whole. Where some of it is missing, the VMM is replacing
-            // pages (QEMU does so with poisoned ones at a reset, and unmaps them before).
-            let is_there = mappings.iter().any(|mapping| mapping.id == block.id);
-            if is_there || plugging.leaving.iter().any(leaves) {
-                continue;
-            }
+        for block in self.departing(mappings) {
             tracing::info!(bytes = block.bytes(), memfd = %block.id, "guest RAM was unplugged");
             let regions = self.ram.regions().into_iter();
             let regions = regions.filter(|region| Arc::ptr_eq(&region.block, &block));
             let runs: Vec<PageRun> = regions.map(|region| region.pages).collect();
+            // Takes long, and the front end may ask for `plugging`: a block counts as managed meanwhile.
             for run in &runs {
                 // The limit counts what is free, and our descriptor stays open for some time yet.
                 if let Err(error) = self.ram.punch(*run) {
@@ -448,8 +441,24 @@ impl Pager {
             });
             let waits = waits.collect();
             crash_points::pass(Point::UnplugTold);
-            plugging.leaving.push(Leaving { block, runs, waits });
+            let leaving = Leaving { block, runs, waits };
+            lock(&self.plugging).leaving.push(leaving);
         }
+    }
+
+    /// Blocks that are mapped no longer, and are not on their way out yet. None other sends them off: `following`
+    /// is held.
+    fn departing(&self, mappings: &[Mapping]) -> Vec<Arc<Block>> {
+        let plugging = lock(&self.plugging);
+        let mut blocks = self.ram.blocks();
+        blocks.retain(|block| {
+            let leaves = |leaving: &Leaving| Arc::ptr_eq(&leaving.block, block);
+            // A block is unplugged as a whole. Where some of it is missing, the VMM is replacing
+            // pages (QEMU does so with poisoned ones at a reset, and unmaps them before).
+            let is_there = mappings.iter().any(|mapping| mapping.id == block.id);
+            !is_there && !plugging.leaving.iter().any(leaves)
+        });
+        blocks
     }
 
     /// Forgets blocks that nothing refers to any longer; returns their memfds.
