@@ -34,8 +34,11 @@ use crate::engine::PageRun;
 use crate::handover::discover::{Mapping, RamBlock, Refusal, has_large_folios, host_requirements};
 use crate::handover::{MemfdId, Vmm};
 
-/// Until a block that stands aside is tried again.
+/// Until a block that stands aside is tried again; then after twice as long each time, for all processes of the host
+/// are looked through before.
 const RETRY_AFTER: Duration = Duration::from_secs(5);
+/// ... and this at most.
+const RETRY_AFTER_MOST: Duration = Duration::from_secs(60);
 
 /// How long requests of our own device are waited for that use a block aside.
 const USERS_PATIENCE: Duration = Duration::from_millis(20);
@@ -125,6 +128,25 @@ enum AsideReason {
 struct Note {
     reason: String,
     retry_at: Instant,
+    /// For how long it was put off.
+    patience: Duration,
+}
+
+impl Note {
+    /// Of a block that is to be looked at now.
+    fn new(reason: String) -> Self {
+        Self {
+            reason,
+            retry_at: Instant::now(),
+            patience: Duration::ZERO,
+        }
+    }
+
+    /// Has the block tried again in a while, which is longer than the one `before`.
+    fn put_off(&mut self, before: Duration) {
+        self.patience = (2 * before).clamp(RETRY_AFTER, RETRY_AFTER_MOST);
+        self.retry_at = Instant::now() + self.patience;
+    }
 }
 
 /// A block that is not managed: all of it is local.
@@ -314,7 +336,7 @@ impl Pager {
                 continue;
             }
             let reason = "it is not taken over yet".to_owned();
-            let aside = self.aside_of(mapping, reason, Instant::now());
+            let aside = self.aside_of(mapping, reason);
             self.aside.change(|list| {
                 let is_same = |other: &Arc<Aside>| other.mapping == aside.mapping;
                 if !list.iter().any(is_same) && !self.is_managed(aside.mapping.id) {
@@ -520,18 +542,23 @@ impl Pager {
             }
             // It is the device's for moments only, as a rule.
             Err(AsideReason::InUse) if !is_old => {}
-            Err(reason) => self.set_aside(mapping, with_causes(&reason)),
+            Err(reason) => self.set_aside(mapping, &reason),
         }
     }
 
     /// Notes why a block is not managed.
-    fn set_aside(&self, mapping: Mapping, reason: String) {
-        let aside = self.aside_of(mapping, reason, Instant::now() + RETRY_AFTER);
+    fn set_aside(&self, mapping: Mapping, reason: &AsideReason) {
+        let is_in_use = matches!(reason, AsideReason::InUse);
+        let aside = self.aside_of(mapping, with_causes(reason));
         self.aside.change(|list| {
             let before = list
                 .iter()
                 .position(|before| before.mapping == aside.mapping);
             let before = before.map(|at| list.swap_remove(at));
+            // One that the device uses is not looked at any closer.
+            let former = before.as_ref().filter(|_| !is_in_use);
+            let put_off = former.map_or(Duration::ZERO, |before| lock(&before.note).patience);
+            lock(&aside.note).put_off(put_off);
             if before
                 .as_ref()
                 .is_none_or(|before| before.reason() != aside.reason())
@@ -553,14 +580,15 @@ impl Pager {
         });
     }
 
-    fn aside_of(&self, mapping: Mapping, reason: String, retry_at: Instant) -> Aside {
+    /// A block that is to be looked at, and why it is not managed.
+    fn aside_of(&self, mapping: Mapping, reason: String) -> Aside {
         // Whatever is against paging it, the device may use it.
         let block = self.vmm.known_block(&mapping);
         Aside {
             file: block.ok().map(|block| block.memfd),
             mapping,
             since: Instant::now(),
-            note: Mutex::new(Note { reason, retry_at }),
+            note: Mutex::new(Note::new(reason)),
             pins: AtomicU64::new(0),
         }
     }
@@ -682,5 +710,23 @@ fn unwatch(uffd: &Uffd, region: &Region) {
     let (start, length) = region.address_range();
     if let Err(error) = uffd.unregister(start, length) {
         tracing::warn!(%error, "memory that is not taken over stays registered");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_that_stays_aside_is_looked_at_ever_more_rarely() {
+        let mut note = Note::new("it is not taken over yet".into());
+        assert!(note.retry_at <= Instant::now());
+        let put_off = |_| {
+            let before = Instant::now();
+            note.put_off(note.patience);
+            assert!(note.retry_at >= before + note.patience);
+            note.patience.as_secs()
+        };
+        assert_eq!([(); 6].map(put_off), [5, 10, 20, 40, 60, 60]);
     }
 }
