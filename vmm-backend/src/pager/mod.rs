@@ -429,11 +429,12 @@ impl PreparedPager {
             inboxes: &inboxes,
             writer: &writer_inbox,
             evictors: &evictors,
-            gate: &gate,
         };
         let mut gauges = Vec::new();
-        for (number, (uffd, messages)) in held.uffds.iter().zip(queues).enumerate() {
-            gauges.push(parts.start_shard(number, Arc::clone(uffd), messages, &mut threads)?);
+        for (number, shard) in parts.take_shards(queues)?.into_iter().enumerate() {
+            gauges.push(Arc::clone(&shard.gauges));
+            let name = format!("shard-{number}");
+            threads.push(spawn(&name, &gate, move || shard.work())?);
         }
         threads.push(spawn("write-back", &gate, move || writer.work())?);
         let (stop_keeping, stopped) = bounded(1);
@@ -632,18 +633,43 @@ struct Parts<'a> {
     inboxes: &'a [Inbox<ShardEvent>],
     writer: &'a Inbox<WriterEvent>,
     evictors: &'a Evictors,
-    gate: &'a Receiver<()>,
+}
+
+/// Does some works at the same time, each in a thread of its own: the guest stands still, perhaps, till all are done.
+fn at_once<T: Send>(
+    works: impl IntoIterator<Item = impl FnOnce() -> T + Send>,
+) -> io::Result<Vec<T>> {
+    std::thread::scope(|scope| {
+        let start = |work| std::thread::Builder::new().spawn_scoped(scope, work);
+        let started = works.into_iter().map(start);
+        let started: Vec<_> = started.collect::<io::Result<_>>()?;
+        let ended = started.into_iter().map(|thread| thread.join());
+        Ok(ended
+            .map(|ended| ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect())
+    })
 }
 
 impl Parts<'_> {
-    /// Takes over what is populated of a shard's range, and starts its thread.
-    fn start_shard(
+    /// Takes over what is populated of all shards' ranges.
+    fn take_shards(
+        &self,
+        queues: Vec<Messages<ShardEvent>>,
+    ) -> Result<Vec<ShardThread>, PagerError> {
+        let works = queues
+            .into_iter()
+            .enumerate()
+            .map(|(number, messages)| move || self.take_shard(number, messages));
+        let taken = at_once(works).map_err(system("starting a thread"))?;
+        taken.into_iter().collect()
+    }
+
+    /// Takes over what is populated of a shard's range, for its thread.
+    fn take_shard(
         &self,
         number: usize,
-        uffd: Arc<Uffd>,
         messages: Messages<ShardEvent>,
-        threads: &mut Vec<JoinHandle<()>>,
-    ) -> Result<Arc<ShardGauges>, PagerError> {
+    ) -> Result<ShardThread, PagerError> {
         let shared = Arc::clone(&self.prepared.shared);
         let others = self
             .inboxes
@@ -652,7 +678,7 @@ impl Parts<'_> {
             .filter(|(other, _)| *other != number);
         let ports = ShardPorts {
             shard: number,
-            uffd,
+            uffd: Arc::clone(&self.held.uffds[number]),
             ram: Arc::clone(&self.held.ram),
             staging: Arc::clone(&self.prepared.staging),
             demand: DemandReads::new(Arc::clone(&shared), Arc::clone(&self.prepared.sessions)),
@@ -665,11 +691,10 @@ impl Parts<'_> {
         };
         let range = self.held.ram.ranges()[number];
         let policy = Box::new(ThreeQueues::new(range, shared.ages.returns()));
-        let gauges = Arc::<ShardGauges>::default();
         let mut thread = ShardThread {
             shard: Shard::new(range, Arc::clone(&shared), ports, policy),
             messages,
-            gauges: Arc::clone(&gauges),
+            gauges: Arc::default(),
             vmm: Arc::clone(&self.held.vmm),
             unmapped: Vec::new(),
             leaving: Vec::new(),
@@ -688,10 +713,7 @@ impl Parts<'_> {
             crash_points::pass(Point::AttachWatched);
             thread.plug(region.pages, populated);
         }
-        threads.push(spawn(&format!("shard-{number}"), self.gate, move || {
-            thread.work()
-        })?);
-        Ok(gauges)
+        Ok(thread)
     }
 }
 

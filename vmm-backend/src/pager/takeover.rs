@@ -38,7 +38,9 @@ use super::plugging::{Hindrances, Plugging, watch};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
-use super::{Held, Pager, PagerConfig, PagerError, PreparedPager, pace_of, promises, system};
+use super::{
+    Held, Pager, PagerConfig, PagerError, PreparedPager, at_once, pace_of, promises, system,
+};
 use crate::crash_points::{self, Point};
 use crate::engine::ages::Ages;
 use crate::engine::compressed::CompressedPool;
@@ -201,7 +203,7 @@ impl Orphan {
         let recovered = recover_table(&shared, &ram, &uffds, &staging)
             .map_err(system("taking guest RAM over again"))?;
         crash_points::pass(Point::RecoverTable);
-        fit_staging(&shared, &staging, sizes.staging_pages)
+        fit_staging(&staging, sizes.staging_pages, &recovered.staged)
             .map_err(system("allocating the staging area"))?;
         crash_points::pass(Point::RecoverStaging);
         let remote = RemoteConfig {
@@ -225,7 +227,7 @@ impl Orphan {
         });
         let parts = promises::resumed(&parts, each, servers);
         crash_points::pass(Point::RecoverSessions);
-        let sessions = resume_sessions(&remote, &parts, &recovered, &sender)?;
+        let sessions = resume_sessions(&remote, &parts, &recovered.slabs, &sender)?;
         let prepared = PreparedPager {
             config: PagerConfig {
                 vm: self.record.vm,
@@ -390,29 +392,30 @@ pub(super) fn places(block: &BlockRecord) -> Vec<PageRun> {
     places.collect()
 }
 
-/// Watches all RAM and recovers every entry of the table that says anything. Returns the slabs that
-/// hold pages.
+/// What recovered pages rely on.
+struct Recovered {
+    /// Slabs that hold pages.
+    slabs: HashSet<SlabRef>,
+    /// Staging slots that do.
+    staged: HashSet<StagingSlot>,
+}
+
+/// Watches all RAM and recovers every entry of the table that says anything.
 fn recover_table(
     shared: &Shared,
     ram: &GuestRam,
     uffds: &[Arc<Uffd>],
     staging: &StagingArea,
-) -> io::Result<HashSet<SlabRef>> {
+) -> io::Result<Recovered> {
     let table = &shared.table;
     let before: Vec<PageRun> = table.touched_in(all_of(table)).collect();
-    for region in ram.regions() {
-        let shard = ram.shard_of(region.pages);
-        let populated = watch(&uffds[shard], ram, &region)?;
-        crash_points::pass(Point::RecoverWatched);
-        for page in populated.iter().flat_map(|run| run.pages()) {
-            recover_page(shared, page, true, staging);
-            crash_points::pass(Point::RecoverFirstEntry);
-        }
-        let own = table.touched_in(region.pages);
-        for page in without(own, populated) {
-            recover_page(shared, page, false, staging);
-        }
-    }
+    // Shards have no entry in common.
+    let shards = ram.ranges().iter().zip(uffds);
+    let works =
+        shards.map(|(range, uffd)| move || recover_range(shared, ram, *range, uffd, staging));
+    let staged = at_once(works)?
+        .into_iter()
+        .collect::<io::Result<Vec<_>>>()?;
     let regions = ram.regions();
     let regions = regions.iter().map(|region| region.pages);
     for page in without(before.into_iter(), regions) {
@@ -423,7 +426,35 @@ fn recover_table(
     }
     shared.slots.forget_unclaimed();
     let slabs = shared.slots.groups().into_iter().map(|group| group.slab);
-    Ok(slabs.collect())
+    Ok(Recovered {
+        slabs: slabs.collect(),
+        staged: staged.into_iter().flatten().collect(),
+    })
+}
+
+/// The same of a shard's range. Returns the staging slots that hold pages.
+fn recover_range(
+    shared: &Shared,
+    ram: &GuestRam,
+    range: PageRun,
+    uffd: &Uffd,
+    staging: &StagingArea,
+) -> io::Result<Vec<StagingSlot>> {
+    let mut staged = Vec::new();
+    let regions = ram.regions().into_iter();
+    for region in regions.filter(|region| range.contains(region.pages.first)) {
+        let populated = watch(uffd, ram, &region)?;
+        crash_points::pass(Point::RecoverWatched);
+        for page in populated.iter().flat_map(|run| run.pages()) {
+            recover_page(shared, page, true, staging);
+            crash_points::pass(Point::RecoverFirstEntry);
+        }
+        let own = shared.table.touched_in(region.pages);
+        for page in without(own, populated) {
+            staged.extend(recover_page(shared, page, false, staging).staging);
+        }
+    }
+    Ok(staged)
 }
 
 fn all_of(table: &PageTable) -> PageRun {
@@ -445,18 +476,18 @@ fn without(
     })
 }
 
-/// Backs the staging area as far as its capacity, and beyond that only what a page holds.
-fn fit_staging(shared: &Shared, staging: &StagingArea, capacity: u32) -> io::Result<()> {
+/// Backs the staging area as far as its capacity, and beyond that only what holds a page.
+fn fit_staging(
+    staging: &StagingArea,
+    capacity: u32,
+    held: &HashSet<StagingSlot>,
+) -> io::Result<()> {
     let backing = staging.backing();
     backing.back(0, capacity)?;
-    let table = &shared.table;
-    let pages = table.touched_in(all_of(table)).flat_map(PageRun::pages);
-    let held: HashSet<u32> = pages
-        .filter_map(|page| table.load(page).staging)
-        .map(|slot| slot.0)
-        .collect();
-    for slot in (capacity..staging.slots()).filter(|slot| !held.contains(slot)) {
-        backing.give_back(StagingSlot(slot), 1)?;
+    let beyond = (capacity..staging.slots()).map(StagingSlot);
+    let unused: Vec<StagingSlot> = beyond.filter(|slot| !held.contains(slot)).collect();
+    for run in unused.chunk_by(|slot, next| slot.0 + 1 == next.0) {
+        backing.give_back(run[0], run.len() as u32)?;
     }
     Ok(())
 }
@@ -476,4 +507,135 @@ fn resume_sessions(
         Session::resume(server, remote, former, events.clone())
     };
     parts.iter().enumerate().map(resume).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{File, OpenOptions};
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use std::os::unix::fs::FileExt;
+
+    use vm_memory::{FileOffset, MmapRegion};
+
+    use super::*;
+    use crate::engine::shard::tests::bench;
+    use crate::engine::table::Entry;
+    use crate::engine::{Generation, SlotId};
+    use crate::pager::guest_ram::table_pages;
+
+    const BYTES: u64 = 8 << 20;
+    const STAGING: u32 = 8;
+    const WORD: u64 = 0x1234;
+
+    #[allow(unsafe_code)]
+    fn userfaultfd(device: &File) -> Arc<Uffd> {
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        // SAFETY: USERFAULTFD_IOC_NEW takes flags and makes a descriptor.
+        let fd = unsafe { libc::ioctl(device.as_raw_fd(), 0xaa00, flags) };
+        assert!(fd >= 0, "{}", io::Error::last_os_error());
+        // SAFETY: it is nobody else's.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Arc::new(Uffd::adopt(fd, PageSize::BASE).expect("the handshake"))
+    }
+
+    /// A memory file whose pages of these numbers are there, mapped here.
+    fn memory(present: &[u64]) -> (File, MmapRegion) {
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let memfd = File::from(rustix::fs::memfd_create("ram", flags).expect("a memfd"));
+        memfd.set_len(BYTES).expect("room");
+        for page in present {
+            memfd.write_all_at(&[1], page * 4096).expect("room");
+        }
+        let file = FileOffset::new(memfd.try_clone().expect("a descriptor"), 0);
+        let mapping = MmapRegion::from_file(file, BYTES as usize).expect("mapped");
+        (memfd, mapping)
+    }
+
+    #[test]
+    fn every_shard_recovers_what_is_its_own_and_staging_keeps_what_pages_need() {
+        let device = OpenOptions::new()
+            .write(true)
+            .read(true)
+            .open("/dev/userfaultfd");
+        let Ok(device) = device else {
+            eprintln!("SKIPPED: /dev/userfaultfd cannot be opened");
+            return;
+        };
+        let pages = table_pages(BYTES, 1, 2, PageSize::BASE) as u32;
+        let (memfd, mapping) = memory(&[5, 1500]);
+        let (ram, hva) = (
+            GuestRam::new(pages, 2, PageSize::BASE),
+            mapping.as_ptr() as u64,
+        );
+        let block = RamBlock {
+            name: "ram".into(),
+            id: MemfdId::of(&memfd).expect("it is open"),
+            memfd,
+            file_offset: 0,
+            hva,
+            length: BYTES,
+            huge_page_bytes: None,
+        };
+        ram.add(block).expect("room");
+        let page = |number: u64| ram.page_at(hva + number * 4096).expect("a page of RAM");
+        let mut shared = Arc::into_inner(bench::shared(1, STAGING)).expect("nobody else has it");
+        shared.table = PageTable::in_memory(pages);
+        let table = &shared.table;
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
+        let staging = StateDir::open(dir.path()).create_staging(STAGING, PageSize::BASE);
+        let staging = staging.expect("a staging area");
+        staging.backing().back(0, STAGING).expect("room");
+        let (bytes, generation) = ([7; 4096], Generation(3));
+        staging.write(StagingSlot(6), &bytes);
+        let filled = Entry::ABSENT.into_filled(WORD);
+        let stored = Entry {
+            state: State::Stored,
+            slot: Some(SlotId {
+                group: 77,
+                index: 0,
+            }),
+            ..Entry::ABSENT
+        };
+        let staged = Entry {
+            state: State::Staged,
+            staging: Some(StagingSlot(6)),
+            generation,
+            tag: shared
+                .key
+                .tag(page(1600), generation, &bytes, &mut Vec::new()),
+            ..Entry::ABSENT
+        };
+        let resident = Entry::ABSENT.into_dirty_resident();
+        for (number, entry) in [
+            (5, filled),
+            (6, filled),
+            (7, resident),
+            (1600, staged),
+            (1700, stored),
+        ] {
+            table.store(page(number), &entry);
+        }
+        let of_nobody = PageIndex(pages - 1);
+        table.store(of_nobody, &filled);
+        // Gone before the mapping is, which would wait for its event to be read.
+        let uffds = [userfaultfd(&device), userfaultfd(&device)];
+        let recovered = recover_table(&shared, &ram, &uffds, &staging).expect("watched");
+        let states = [5, 6, 7, 1500, 1600, 1700, 1701].map(|number| table.state(page(number)));
+        let expected = [
+            State::Resident,
+            State::Filled,
+            State::Absent,
+            State::Resident,
+            State::Staged,
+            State::Lost,
+            State::Absent,
+        ];
+        assert_eq!(states, expected);
+        assert_eq!(table.state(of_nobody), State::Absent);
+        assert_eq!(recovered.staged, HashSet::from([StagingSlot(6)]));
+        assert!(recovered.slabs.is_empty(), "no page lies in one");
+        fit_staging(&staging, 2, &recovered.staged).expect("room");
+        assert_eq!(staging.kernel_bytes().expect("a file"), 3 * 4096);
+        assert_eq!(staging.page(StagingSlot(6)), bytes);
+    }
 }
