@@ -462,6 +462,41 @@ fn a_front_end_comes_back_again_and_again() -> Result<()> {
     Ok(())
 }
 
+/// What QEMU does with a paused guest: it starts the queues where it connects again, and kicks them.
+#[test]
+fn only_what_the_guest_asks_of_a_running_queue_counts_as_use() -> Result<()> {
+    let mut bench = Bench::new(64)?;
+    bench.start(0, 100, true)?;
+    ensure!(!bench.device.is_driven(), "a queue that starts is no use");
+    ensure!(bench.request(0, FLUSH, 0, 0)?["status"] == OK);
+    ensure!(bench.device.is_driven());
+    bench.small.command(json!({"do": "disconnect"}))?;
+    bench.ended.recv_timeout(PATIENCE)??;
+    ensure!(bench.device.is_driven(), "the VMM may be at its end");
+    // Asked of nobody.
+    let request = json!({"do": "request", "queue": 0, "type": FLUSH, "sector": 0, "bytes": 0,
+        "page": 2000, "wait_ms": 50});
+    ensure!(bench.small.command(request)?["used"].is_null());
+    let served = bench.device.counters().requests;
+    bench.small.command(json!({"do": "connect"}))?;
+    bench.small.command(json!({"do": "disk-again"}))?;
+    bench.wait_until("what was left over", || {
+        bench.device.counters().requests > served
+    })?;
+    ensure!(!bench.device.is_driven(), "it was there before");
+    let keep = json!({"do": "disk-stop", "queue": 0, "keep": true});
+    bench.small.command(keep)?;
+    bench.small.command(json!({"do": "disk-again"}))?;
+    // It finds the answer to the former one, and does not wait for its own.
+    bench.request(0, FLUSH, 0, 0)?;
+    bench.wait_until("the request", || bench.device.is_driven())?;
+    bench
+        .small
+        .command(json!({"do": "disk-stop", "queue": 0}))?;
+    ensure!(!bench.device.is_driven(), "every queue is stopped");
+    Ok(())
+}
+
 #[test]
 fn memory_plugged_later_serves_as_buffers() -> Result<()> {
     let mut bench = Bench::new(64)?;

@@ -7,6 +7,7 @@ use anyhow::{Result, ensure};
 use nix::sys::signal::Signal;
 use outram_tests::hermetic::command::wait_for;
 use outram_tests::hermetic::proxy::Proxy;
+use outram_tests::hermetic::server::MemServer;
 use outram_wire::control::{DiskState, Status};
 use serde_json::{Value, json};
 
@@ -90,6 +91,13 @@ fn demand_answers(guest: &mut Guest, sent: Vec<u64>) -> Result<Vec<Value>> {
     Ok(answers)
 }
 
+/// Ends a guest that uses its disk. What its last backend found waiting does not count: the disk would stay.
+fn end_in_use(mut guest: Guest, servers: &[&MemServer]) -> Result<()> {
+    let sent = load(&mut guest, 0.5, 6)?;
+    demand_answers(&mut guest, sent)?;
+    guest.end(servers)
+}
+
 /// Has the front end come back, as QEMU does by itself.
 fn disk_again(guest: &mut Guest) -> Result<()> {
     guest.connect()?;
@@ -137,7 +145,7 @@ fn again_and_again(lab: &Lab) -> Result<()> {
         "{disk:#?}"
     );
     ensure!(disk.integrity_failures == 0, "{disk:#?}");
-    guest.end(&[&servers[0], &servers[1]])
+    end_in_use(guest, &[&servers[0], &servers[1]])
 }
 
 /// Killed while it opens the disk again, while QEMU connects, and while nothing of the sort has begun.
@@ -167,7 +175,7 @@ fn within(lab: &Lab) -> Result<()> {
         disk_again(&mut guest)?;
     }
     demand_answers(&mut guest, sent)?;
-    guest.end(&[&server])
+    end_in_use(guest, &[&server])
 }
 
 /// Memory is served without the disk's server; the disk waits for it, and loses nothing.
@@ -199,9 +207,7 @@ fn alone(lab: &Lab) -> Result<()> {
     guest.kill_backend()?;
     guest.take_over(lab, &wish)?;
     disk_again(&mut guest)?;
-    let sent = load(&mut guest, 0.5, 6)?;
-    demand_answers(&mut guest, sent)?;
-    guest.end(&[&server])
+    end_in_use(guest, &[&server])
 }
 
 /// The disk that is only the channel has its requests answered too.

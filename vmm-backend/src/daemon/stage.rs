@@ -135,11 +135,12 @@ impl Daemon {
     /// The guest's process is gone: everything is given back.
     pub(super) fn end(&self, guest: &Guest) {
         self.set_stage(Stage::Ending);
-        guest.pager.end();
         // A guest that used its disk to the last was neither saved nor moved: its QEMU crashed or was
         // killed. One whose disk was stopped first may have been, or was shut down or destroyed: the
-        // next start knows, and drops what it does not need.
-        self.end_disk(!guest.device.is_driven());
+        // next start knows, and drops what it does not need. Asked before anything takes its time.
+        let keep = !guest.device.is_driven();
+        guest.pager.end();
+        self.end_disk(keep);
     }
 
     /// Anonymous memory that a far-memory disk adds at most.

@@ -22,6 +22,7 @@ mod ring;
 mod server;
 mod table;
 mod tally;
+mod usage;
 mod worker;
 
 use std::io;
@@ -42,6 +43,7 @@ use guard::Guard;
 use server::Connection;
 use table::Table;
 use tally::Tally;
+use usage::Usage;
 use worker::Shared;
 
 use crate::far_disk::FarDisk;
@@ -142,7 +144,7 @@ impl Device {
                 tally: Tally::default(),
                 log: DirtyLog::default(),
                 table: RwLock::new(Arc::new(Table::default())),
-                driven: AtomicBool::new(false),
+                usage: Usage::default(),
             }),
             connection: Mutex::default(),
         })
@@ -159,6 +161,7 @@ impl Device {
             self.max_queues,
         ));
         *self.connection() = Arc::downgrade(&connection);
+        self.shared.usage.connected();
         let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&connection));
         let result = loop {
             match handler.handle_request() {
@@ -173,14 +176,15 @@ impl Device {
                 Err(error) => break Err(DeviceError::Protocol(error.to_string())),
             }
         };
+        self.shared.usage.disconnected(Instant::now());
         connection.close();
         result
     }
 
-    /// Whether the guest was using the disk when the front end was last heard of: not so once the
-    /// front end has stopped every queue, as it does for a save and at the end of a migration.
+    /// Whether the guest used the disk to the last, should its VMM have ended just now: then it was neither
+    /// saved nor moved. In doubt it was not.
     pub fn is_driven(&self) -> bool {
-        self.shared.driven.load(Ordering::Acquire)
+        self.shared.usage.lasts(Instant::now())
     }
 
     /// Memory that is guest RAM no longer: drops what is mapped of it. A front end whose driver has

@@ -61,6 +61,8 @@ pub(super) struct Ring {
     queue: Queue,
     memory: GuestMemoryMmap,
     mappings: Vec<RingMapping>,
+    /// Chains that were there when it was started, and were not taken yet.
+    left_over: u16,
     /// Guest address and length of the used ring.
     used: (u64, u64),
     /// Dropped last: the pages stay while they are mapped.
@@ -113,6 +115,7 @@ impl Ring {
             queue,
             memory,
             mappings,
+            left_over: 0,
             used: (used_at, written[0].1),
             _pins: pins,
         };
@@ -126,12 +129,21 @@ impl Ring {
         self.queue.set_next_avail(go_on_at(base, used, size));
         self.queue.set_next_used(used);
         self.queue.set_event_idx(event_idx);
+        let available = self.queue.avail_idx(&self.memory, Ordering::Acquire)?.0;
+        self.left_over = available.wrapping_sub(self.queue.next_avail());
         self.checked(())
     }
 
     /// The next index to be taken: what GET_VRING_BASE answers.
     pub(super) fn next_available(&self) -> u16 {
         self.queue.next_avail()
+    }
+
+    /// Whether the chain taken last was there already when the ring was started. To be asked once for each.
+    pub(super) fn took_left_over(&mut self) -> bool {
+        let left = self.left_over.checked_sub(1);
+        self.left_over = left.unwrap_or(0);
+        left.is_some()
     }
 
     /// Puts the chain taken last back, to be taken again.

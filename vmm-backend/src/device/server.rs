@@ -7,7 +7,6 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vhost::vhost_user::message::{
@@ -194,7 +193,6 @@ impl Connection {
         let event_idx = features & feature(VIRTIO_RING_F_EVENT_IDX) != 0;
         ring.start_at(queue.base, event_idx).map_err(refuse)?;
         let shared = Arc::clone(&self.shared);
-        self.shared.driven.store(true, Ordering::Release);
         let worker = Worker::start(index as usize, ring, &queue.signals, shared).map_err(refuse)?;
         queue.worker = Some(worker);
         Ok(())
@@ -321,6 +319,7 @@ impl VhostUserBackendReqHandler for Connection {
                 ..QueueState::default()
             };
         }
+        self.shared.usage.stopped();
         Ok(())
     }
 
@@ -448,8 +447,9 @@ impl VhostUserBackendReqHandler for Connection {
         })
         .inspect(|_| {
             let state = self.state();
-            let any = state.queues.iter().any(|queue| queue.worker.is_some());
-            self.shared.driven.store(any, Ordering::Release);
+            if state.queues.iter().all(|queue| queue.worker.is_none()) {
+                self.shared.usage.stopped();
+            }
         })
     }
 

@@ -18,6 +18,7 @@ use super::request;
 use super::ring::{Ring, RingError};
 use super::table::{PinnedBuffers, Table};
 use super::tally::Tally;
+use super::usage::Usage;
 use crate::crash_points::{self, Point};
 use crate::interrupt::Interrupt;
 use crate::whole;
@@ -30,9 +31,7 @@ pub(super) struct Shared {
     /// Pages written are noted here, after the write.
     pub log: DirtyLog,
     pub table: RwLock<Arc<Table>>,
-    /// Whether the guest drives the disk: a queue was started, and not all were stopped since by the
-    /// front end. A connection that ends leaves it as it is.
-    pub driven: AtomicBool,
+    pub usage: Usage,
 }
 
 /// The descriptors by which driver and device notify each other.
@@ -167,6 +166,9 @@ impl QueueServer {
                 let Some((head, chain)) = self.ring.next()? else {
                     break;
                 };
+                if !self.ring.took_left_over() {
+                    self.shared.usage.request_added();
+                }
                 crash_points::pass(Point::RequestTaken);
                 let Some(written) = self.execute(&chain) else {
                     // Interrupted: it is made again when the ring is started the next time.
