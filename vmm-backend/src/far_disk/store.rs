@@ -86,18 +86,32 @@ impl Store {
     ) -> Result<(), DiskFault> {
         let blocks = touched(offset, into.len() as u64);
         for (extent, run) in self.layout.runs(blocks, MOST_BLOCKS) {
-            let _hold = self.hold(extent, run, true, interrupt)?;
-            let start = self.start_of(extent, run);
-            match self.aligned_part(offset, into, start, run) {
-                Some(part) => self.read_blocks(extent, run, part, interrupt)?,
-                None => {
-                    let mut bytes = vec![0; run.count as usize * BLOCK];
-                    self.read_blocks(extent, run, &mut bytes, interrupt)?;
-                    let (from, to, length) = overlap(start, bytes.len(), offset, into.len());
-                    into[to..to + length].copy_from_slice(&bytes[from..from + length]);
-                }
+            {
+                let _hold = self.hold(extent, run, true, interrupt)?;
+                self.read_run(extent, run, (offset, &mut *into), interrupt)?;
             }
+            // Whoever emptied it meanwhile left it to us.
+            self.release_if_empty(extent, interrupt)?;
         }
+        Ok(())
+    }
+
+    /// Reads what of a run, which is held, lies among the bytes from an offset on.
+    fn read_run(
+        &self,
+        extent: u32,
+        run: Run,
+        (offset, into): (u64, &mut [u8]),
+        interrupt: &Interrupt<'_>,
+    ) -> Result<(), DiskFault> {
+        let start = self.start_of(extent, run);
+        if let Some(part) = self.aligned_part(offset, into, start, run) {
+            return self.read_blocks(extent, run, part, interrupt);
+        }
+        let mut bytes = vec![0; run.count as usize * BLOCK];
+        self.read_blocks(extent, run, &mut bytes, interrupt)?;
+        let (from, to, length) = overlap(start, bytes.len(), offset, into.len());
+        into[to..to + length].copy_from_slice(&bytes[from..from + length]);
         Ok(())
     }
 
@@ -598,4 +612,30 @@ fn overlap(start: u64, run_bytes: usize, offset: u64, length: usize) -> (usize, 
         (first - offset) as usize,
         (end - first) as usize,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{World, store};
+    use super::*;
+    use crate::remote::test_server::SLAB;
+
+    #[test]
+    fn whoever_reads_where_all_is_discarded_gives_the_slab_back() {
+        let world = World::new(&[SLAB]);
+        let disk = world.create();
+        let (never, store) = (Interrupt::never(), store(&disk));
+        disk.write(0, &[1; BLOCK], &never).expect("written");
+        let reader = store
+            .ranges
+            .hold(1..2, true, &never)
+            .expect("nobody is there");
+        disk.zero(0, BLOCK as u64, &never).expect("discarded");
+        assert_eq!(store.extents.count(), 1, "it is being read");
+        drop(reader);
+        let mut bytes = [1; BLOCK];
+        disk.read(BLOCK as u64, &mut bytes, &never).expect("read");
+        assert_eq!((store.extents.count(), bytes), (0, [0; BLOCK]));
+        world.eventually("its server has it back", || world.leased_bytes() == 0);
+    }
 }
