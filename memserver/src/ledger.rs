@@ -17,6 +17,7 @@ use outram_wire::server::{
     ServerStats, SlabId, Token,
 };
 
+use crate::freeing::Freeing;
 use crate::session::{Holder, Session};
 use crate::slab::{Counts, Slab};
 use crate::spare::Spare;
@@ -32,6 +33,9 @@ use disks::DiskAccount;
 
 /// How long the threads of a fenced session get to finish what they are at: copying a few MiB.
 const FENCE_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// How long a lease waits for memory that is being given back: shorter than any client waits for its answer.
+const FREED_WITHIN: Duration = Duration::from_secs(2);
 
 /// What the ledger may give.
 #[derive(Clone, Debug)]
@@ -56,6 +60,7 @@ pub(crate) struct Ledger {
     lent_bytes: Arc<AtomicU64>,
     /// Its lock is taken under that of the books.
     pub(crate) spare: Spare,
+    freeing: Arc<Freeing>,
     books: Mutex<Books>,
 }
 
@@ -158,6 +163,7 @@ impl Ledger {
             terms,
             lent_bytes: Arc::default(),
             spare: Spare::default(),
+            freeing: Arc::default(),
             books: Mutex::new(Books {
                 memory_bytes,
                 next_control: 1,
@@ -220,6 +226,7 @@ impl Ledger {
 
     /// Leases one more slab out of the client's reservation.
     pub(crate) fn lease(&self, hold: &Hold) -> Result<SlabId, Refusal> {
+        self.await_freed(hold.session.holder);
         let mut books = self.books();
         let free_bytes = self.free_to_lend(&books, hold.session.holder);
         let slab_bytes = self.terms.slab_bytes;
@@ -259,6 +266,30 @@ impl Ledger {
         account.next_slab += 1;
         account.session.add_slab(id, slab);
         Ok(id)
+    }
+
+    /// Waits for memory that is on its way back, should there be no room for another slab before.
+    fn await_freed(&self, holder: Holder) {
+        let books = self.books();
+        let kept = match holder.is_disk() {
+            true => 0,
+            false => books.held_back_bytes(),
+        };
+        let taken = kept + self.terms.slab_bytes;
+        let most = books.memory_bytes.saturating_sub(taken);
+        drop(books);
+        let is_full = || self.lent_bytes.load(Ordering::Acquire) > most;
+        self.freeing.wait_while(FREED_WITHIN, is_full);
+    }
+
+    /// Takes all slabs of a session that is over: nobody reaches anything there from then on, and their memory is
+    /// the system's again soon. Their number.
+    fn take_back(&self, session: &Session) -> u64 {
+        let slabs: Vec<Arc<Slab>> = session.take_slabs().into_values().collect();
+        slabs.iter().for_each(|slab| slab.revoke());
+        let count = slabs.len() as u64;
+        self.freeing.free(slabs);
+        count
     }
 
     /// Takes a slab back. Its memory is the system's again once requests in work are done with it.
@@ -312,18 +343,15 @@ impl Ledger {
         })
     }
 
-    /// Ends a session at its client's wish, and waits for its memory to be given back.
+    /// Ends a session at its client's wish.
     pub(crate) fn end(&self, hold: &Hold) -> Result<Ended, Refusal> {
         let mut books = self.books();
         account_of(&mut books, hold)?;
         books.accounts.remove(&hold.session.holder);
         drop(books);
         let at_once = hold.session.fence(FENCE_TIMEOUT);
-        let slabs = hold.session.take_slabs();
-        Ok(Ended {
-            slabs: slabs.len() as u64,
-            at_once,
-        })
+        let slabs = self.take_back(&hold.session);
+        Ok(Ended { slabs, at_once })
     }
 
     /// Nobody could be heard for so long: that counts for no lease. No client relies on less than it is given.
@@ -350,8 +378,8 @@ impl Ledger {
                 control.cut();
             }
             account.session.cut();
-            let slabs = account.session.take_slabs();
-            ended.push((account.session.holder, slabs.len() as u64));
+            let slabs = self.take_back(&account.session);
+            ended.push((account.session.holder, slabs));
         }
         ended
     }

@@ -17,6 +17,7 @@ mod arguments;
 mod config;
 mod control;
 mod data;
+mod freeing;
 mod gathering;
 mod hall;
 mod ledger;

@@ -54,7 +54,7 @@ impl Ledger {
         for session in claim.superseded {
             // Its slabs are freed whether or not its threads are done with them by now.
             session.fence(FENCE_TIMEOUT);
-            *superseded_slabs.get_or_insert(0) += session.take_slabs().len() as u64;
+            *superseded_slabs.get_or_insert(0) += self.take_back(&session);
         }
         if claim.resumed && !claim.session.fence(FENCE_TIMEOUT) {
             if let Some(account) = self.books().account_with(&claim.session) {

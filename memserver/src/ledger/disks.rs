@@ -98,7 +98,7 @@ impl Ledger {
         drop(books);
         Ok(dropped.map_or(0, |account| {
             account.session.fence(FENCE_TIMEOUT);
-            account.session.take_slabs().len() as u64
+            self.take_back(&account.session)
         }))
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use outram_wire::server::channel::{EventFd, new_waker};
 use outram_wire::server::{
-    ClientName, DiskId, DiskShape, InstanceId, Opening, Refusal, SessionSecret, SlabId,
+    ClientName, DiskId, DiskShape, Extent, InstanceId, Opening, Refusal, SessionSecret, SlabId,
 };
 use outram_wire::units::VmId;
 
@@ -199,6 +199,9 @@ impl World {
     }
 
     fn check(&self) {
+        // What is on its way back counts still.
+        let freeing = &self.ledger.freeing;
+        freeing.wait_while(Duration::from_secs(60), || true);
         let stats = self.ledger.stats(|_| true);
         let held: usize = self.guests.values().map(|guest| guest.held.len()).sum();
         assert_eq!(stats.leased_bytes, held as u64 * SLAB);
@@ -448,4 +451,34 @@ fn a_disk_takes_no_slab_that_was_made_ahead() {
         left
     });
     assert_eq!(left, [Ok(SLAB), Ok(0)]);
+}
+
+#[test]
+fn whoever_comes_next_has_the_room_of_who_said_goodbye() {
+    let world = World::new();
+    // Thousands of pages each, so that giving them back takes a moment.
+    let slab = 4 << 20;
+    let mut ledger = World::new().ledger;
+    ledger.terms.slab_bytes = slab;
+    ledger.set_memory(12 * slab);
+    let world = World { ledger, ..world };
+    for round in 0..20 {
+        let hold = world.admit(round % GUESTS, 1).expect("there is room");
+        world.ledger.reserve(&hold, 12 * slab).expect("all is free");
+        for number in 0..12 {
+            let leased = world.ledger.lease(&hold);
+            let leased = leased.unwrap_or_else(|error| panic!("round {round}, {number}: {error}"));
+            let whole = Extent {
+                slab: leased,
+                offset: 0,
+                length: slab as u32,
+            };
+            let mut pieces = Vec::new();
+            hold.session
+                .resolve(&[whole], &mut pieces)
+                .expect("its own");
+            pieces[0].prepare();
+        }
+        assert_eq!(world.ledger.end(&hold).expect("its own").slabs, 12);
+    }
 }
