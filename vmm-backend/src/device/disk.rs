@@ -88,7 +88,10 @@ impl Disk {
         interrupt: &Interrupt<'_>,
     ) -> Result<Vec<u8>, Failure> {
         let start = self.place(sector, length)?;
-        let mut bytes = vec![0; usize::try_from(length).map_err(|_| Failure::Error)?];
+        let length = usize::try_from(length).map_err(|_| Failure::Error)?;
+        // With room for the status, which follows.
+        let mut bytes = vec![0; length.saturating_add(1)];
+        bytes.truncate(length);
         match &self.contents {
             Contents::Channel(label) => {
                 let start = usize::try_from(start).unwrap_or(usize::MAX);

@@ -79,10 +79,17 @@ pub(super) fn execute(
             succeeded: false,
         });
     };
-    let (status, data_bytes) = match answer(chain, room, disk, buffers, interrupt) {
-        Ok(data_bytes) => (VIRTIO_BLK_S_OK, data_bytes),
-        Err(Failure::Unsupported) => (VIRTIO_BLK_S_UNSUPP, 0),
-        Err(Failure::Error) => (VIRTIO_BLK_S_IOERR, 0),
+    let answered = answer(chain, room, disk, buffers, interrupt);
+    let told = answered.and_then(|data| Ok(tell(chain, room, data, buffers)?));
+    let status = match told {
+        Ok(written) => {
+            return Some(Completion {
+                written,
+                succeeded: true,
+            });
+        }
+        Err(Failure::Unsupported) => VIRTIO_BLK_S_UNSUPP,
+        Err(Failure::Error) => VIRTIO_BLK_S_IOERR,
         Err(Failure::Interrupted) => return None,
     };
     let told = buffers.write(&chain.writable, room, &[status as u8]);
@@ -90,10 +97,32 @@ pub(super) fn execute(
         return None;
     }
     Some(Completion {
-        // Bounded by MAX_REQUEST_BYTES.
-        written: if told.is_ok() { data_bytes + 1 } else { 0 },
-        succeeded: told.is_ok() && status == VIRTIO_BLK_S_OK,
+        written: u32::from(told.is_ok()),
+        succeeded: false,
     })
+}
+
+/// Tells that a request succeeded, and what it read; bytes written.
+fn tell(
+    chain: &Chain,
+    room: u64,
+    mut data: Vec<u8>,
+    buffers: &impl Buffers,
+) -> Result<u32, AccessError> {
+    let status = [VIRTIO_BLK_S_OK as u8];
+    // Bounded by MAX_REQUEST_BYTES.
+    let written = data.len() as u32 + 1;
+    if data.len() as u64 == room {
+        // With one pin, which takes longer than to copy the bytes.
+        data.extend_from_slice(&status);
+        buffers.write(&chain.writable, 0, &data)?;
+        return Ok(written);
+    }
+    if !data.is_empty() {
+        buffers.write(&chain.writable, 0, &data)?;
+    }
+    buffers.write(&chain.writable, room, &status)?;
+    Ok(written)
 }
 
 /// Why a request gets no answer but its status.
@@ -115,14 +144,14 @@ impl From<AccessError> for Failure {
     }
 }
 
-/// Carries a request out but for its status; bytes written.
+/// Carries a request out; what is to be written into the chain before its status.
 fn answer(
     chain: &Chain,
     room: u64,
     disk: &Disk,
     buffers: &impl Buffers,
     interrupt: &Interrupt<'_>,
-) -> Result<u32, Failure> {
+) -> Result<Vec<u8>, Failure> {
     let readable = total(&chain.readable);
     let size = readable.saturating_add(room);
     if chain.defect.is_some()
@@ -131,29 +160,25 @@ fn answer(
     {
         return Err(Failure::Error);
     }
-    let mut header = [0; HEADER_BYTES];
-    buffers.read(&chain.readable, 0, &mut header)?;
-    let [k0, k1, k2, k3, _, _, _, _, sector @ ..] = header;
+    // With what the driver sends behind the header: one pin for both.
+    let mut bytes = vec![0; readable as usize];
+    buffers.read(&chain.readable, 0, &mut bytes)?;
+    let (header, sent) = bytes
+        .split_first_chunk::<HEADER_BYTES>()
+        .ok_or(Failure::Error)?;
+    let [k0, k1, k2, k3, _, _, _, _, sector @ ..] = *header;
     let sector = u64::from_le_bytes(sector);
-    // What the driver sends with the header.
-    let sent = || -> Result<Vec<u8>, Failure> {
-        let mut bytes = vec![0; (readable - HEADER_BYTES as u64) as usize];
-        if !bytes.is_empty() {
-            buffers.read(&chain.readable, HEADER_BYTES as u64, &mut bytes)?;
-        }
-        Ok(bytes)
-    };
-    let data = match u32::from_le_bytes([k0, k1, k2, k3]) {
+    Ok(match u32::from_le_bytes([k0, k1, k2, k3]) {
         VIRTIO_BLK_T_IN if room.is_multiple_of(SECTOR_BYTES) => {
             disk.read(sector, room, interrupt)?
         }
-        VIRTIO_BLK_T_OUT if (readable - HEADER_BYTES as u64).is_multiple_of(SECTOR_BYTES) => {
-            disk.write(sector, &sent()?, interrupt)?;
+        VIRTIO_BLK_T_OUT if (sent.len() as u64).is_multiple_of(SECTOR_BYTES) => {
+            disk.write(sector, sent, interrupt)?;
             Vec::new()
         }
         VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => return Err(Failure::Error),
         kind @ (VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES) if disk.is_writable() => {
-            for (sector, sectors) in cleared(kind, &sent()?)? {
+            for (sector, sectors) in cleared(kind, sent)? {
                 disk.clear(sector, sectors, interrupt)?;
             }
             Vec::new()
@@ -165,11 +190,7 @@ fn answer(
         // Every write is on its servers before it is answered: there is nothing left to flush.
         VIRTIO_BLK_T_FLUSH => Vec::new(),
         _ => return Err(Failure::Unsupported),
-    };
-    if !data.is_empty() {
-        buffers.write(&chain.writable, 0, &data)?;
-    }
-    Ok(data.len() as u32)
+    })
 }
 
 /// The sectors that a discard or write-zeroes names (virtio 1.2, section 5.2.6): all of them are
@@ -385,6 +406,84 @@ mod tests {
         let status = u32::from(bytes[60_000]);
         assert_eq!(completion.succeeded, status == VIRTIO_BLK_S_OK);
         (status, bytes[32_768..32_768 + room as usize].to_vec())
+    }
+
+    /// Memory that counts how often it is read and written.
+    struct Counting(Memory, RefCell<[u32; 2]>);
+
+    impl Buffers for Counting {
+        fn read(
+            &self,
+            segments: &[Segment],
+            offset: u64,
+            into: &mut [u8],
+        ) -> Result<(), AccessError> {
+            self.1.borrow_mut()[0] += 1;
+            self.0.read(segments, offset, into)
+        }
+
+        fn write(&self, segments: &[Segment], offset: u64, from: &[u8]) -> Result<(), AccessError> {
+            self.1.borrow_mut()[1] += 1;
+            self.0.write(segments, offset, from)
+        }
+    }
+
+    #[test]
+    fn a_request_is_read_once_and_answered_once() {
+        let world = World::new(&[1 << 20]);
+        let disk = far(&world);
+        let memory = Counting(Memory(RefCell::new(vec![1; 1 << 16])), RefCell::default());
+        for (kind, sent, room) in [(VIRTIO_BLK_T_OUT, 512, 0), (VIRTIO_BLK_T_IN, 0, 512)] {
+            let mut header = kind.to_le_bytes().to_vec();
+            header.resize(HEADER_BYTES, 0);
+            memory.0.0.borrow_mut()[..HEADER_BYTES].copy_from_slice(&header);
+            let chain = Chain {
+                readable: vec![segment(0, 16 + sent)],
+                writable: vec![segment(4096, room + 1)],
+                defect: None,
+            };
+            let completion = execute(&chain, &disk, &memory, &Interrupt::never());
+            assert!(completion.expect("not interrupted").succeeded);
+            assert_eq!(memory.1.take(), [1, 1], "type {kind}");
+        }
+        assert_eq!(memory.0.0.borrow()[4096..4608], [1; 512]);
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_an_error_with_status() {
+        let memory = Memory(RefCell::new(vec![0; 1 << 16]));
+        let chain = Chain {
+            readable: vec![segment(0, 16)],
+            writable: vec![segment(4096, 513)],
+            defect: None,
+        };
+        // The memory takes the status alone.
+        let memory = Grudging(memory);
+        let completion = execute(&chain, &disk(), &memory, &Interrupt::never());
+        let completion = completion.expect("not interrupted");
+        assert_eq!((completion.written, completion.succeeded), (1, false));
+        assert_eq!(memory.0.0.borrow()[4608], VIRTIO_BLK_S_IOERR as u8);
+    }
+
+    /// Memory that takes no more than a byte.
+    struct Grudging(Memory);
+
+    impl Buffers for Grudging {
+        fn read(
+            &self,
+            segments: &[Segment],
+            offset: u64,
+            into: &mut [u8],
+        ) -> Result<(), AccessError> {
+            self.0.read(segments, offset, into)
+        }
+
+        fn write(&self, segments: &[Segment], offset: u64, from: &[u8]) -> Result<(), AccessError> {
+            match from.len() {
+                1 => self.0.write(segments, offset, from),
+                _ => Err(AccessError::Stray),
+            }
+        }
     }
 
     fn cleared_segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
