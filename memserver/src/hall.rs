@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use outram_wire::causes::with_causes;
 use outram_wire::identity::{Change, Identity, IdentityStatus};
 use outram_wire::server::ClientName;
 use outram_wire::server::TLS_FIRST_BYTE;
@@ -154,15 +155,15 @@ impl Hall {
     ) {
         let identity = match self.identity().current() {
             Ok(identity) => identity,
-            Err(error) => return self.turn_away(from, Stranger::Certificate, &Words(&error)),
+            Err(error) => return self.turn_away(from, Stranger::Certificate, &with_causes(&error)),
         };
         let channel = match Channel::accept(socket.clone(), identity, deadline) {
             Ok(channel) => channel,
-            Err(error) => return self.turn_away(from, reason_of(&error), &Words(&error)),
+            Err(error) => return self.turn_away(from, reason_of(&error), &with_causes(&error)),
         };
         let name = match tls::peer_name(channel.peer_certificates(), Kind::Client) {
             Ok(name) => name,
-            Err(error) => return self.turn_away(from, Stranger::Certificate, &Words(&error)),
+            Err(error) => return self.turn_away(from, Stranger::Certificate, &with_causes(&error)),
         };
         drop(place);
         let _busy = Counted::one_of(&self.controls);
@@ -175,10 +176,10 @@ impl Hall {
             Ok(()) => {}
             Err(error) if control::is_breach(&error) => {
                 self.desk.metrics.count_bad_frame(Connection::Control);
-                tracing::warn!(%from, client = %name, "a control connection is ended: {}", Words(&error));
+                tracing::warn!(%from, client = %name, "a control connection is ended: {}", with_causes(&error));
             }
             Err(error) => {
-                tracing::debug!(%from, client = %name, "a control connection ended: {}", Words(&error));
+                tracing::debug!(%from, client = %name, "a control connection ended: {}", with_causes(&error));
             }
         }
     }
@@ -333,20 +334,5 @@ fn reason_of(error: &ChannelError) -> Stranger {
             | rustls::Error::AlertReceived(_),
         ) => Stranger::Certificate,
         _ => Stranger::Protocol,
-    }
-}
-
-/// An error with its causes, in one line.
-struct Words<'a>(&'a dyn std::error::Error);
-
-impl std::fmt::Display for Words<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.0)?;
-        let mut source = self.0.source();
-        while let Some(error) = source {
-            write!(f, ": {error}")?;
-            source = error.source();
-        }
-        Ok(())
     }
 }
