@@ -253,14 +253,6 @@ impl DataConn {
         carried!(self.pending())
     }
 
-    /// Ids of the requests in flight, in no order: to be submitted again once this one is dead.
-    pub fn pending_ids(&self) -> Box<dyn Iterator<Item = u64> + '_> {
-        match &self.carrier {
-            Carrier::Tcp(conn) => Box::new(conn.pending_ids()),
-            Carrier::Verbs(conn) => Box::new(conn.pending_ids()),
-        }
-    }
-
     /// Bytes sent so far; over TCP with framing.
     pub fn sent_bytes(&self) -> u64 {
         self.line().sent_bytes

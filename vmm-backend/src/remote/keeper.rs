@@ -90,46 +90,19 @@ impl Keeper {
         let purpose = resumption(purpose, &greeted.welcome);
         let welcome = &greeted.welcome;
         let status = SessionStatus {
-            address: dialer.address.clone(),
             connected: true,
-            detail: None,
-            transport: None,
             instance: welcome.instance,
             slab_bytes: welcome.slab_bytes,
-            slabs: 0,
-            reserved_bytes: 0,
             // What was set aside before stays: for a disk that is claimed.
             wanted_bytes: welcome.reserved_bytes,
-            reconnections: 0,
+            ..untold(&dialer)
         };
-        Ok(Self {
-            server,
-            purpose,
-            roles: config.data_connections,
-            events,
-            shared: Arc::new(Shared {
-                status: status.into(),
-                lease_until_ms: AtomicU64::new(0),
-                waker,
-            }),
-            instance: welcome.instance,
-            lease: Duration::from_millis(welcome.lease_timeout_ms),
-            // A successor takes over what its predecessor leased.
-            held: welcome.held.iter().copied().collect(),
-            releasing: BTreeSet::new(),
-            vacating: BTreeSet::new(),
-            leases_wanted: 0,
-            no_more: None,
-            promise_refused: None,
-            generation: Arc::new(AtomicU64::new(0)),
-            openings: None,
-            retry_roles: Vec::new(),
-            first: Some(greeted),
-            verbs_pause: VerbsPause::new(Instant::now()),
-            device: None,
-            lacks_verbs: false,
-            dialer,
-        })
+        let mut keeper = Self::new(server, dialer, config, purpose, (events, waker), status);
+        keeper.lease = Duration::from_millis(welcome.lease_timeout_ms);
+        // A successor takes over what its predecessor leased.
+        keeper.held = welcome.held.iter().copied().collect();
+        keeper.first = Some(greeted);
+        Ok(keeper)
     }
 
     /// Takes over what a former process leased, whenever the server can be reached.
@@ -142,33 +115,39 @@ impl Keeper {
         waker: EventFd,
     ) -> Result<Self, RemoteError> {
         let dialer = Dialer::new(config, server)?;
-        // Told by the first greeting.
-        let instance = InstanceId(uuid::Uuid::nil());
         let status = SessionStatus {
-            address: dialer.address.clone(),
-            connected: false,
-            detail: None,
-            transport: None,
-            instance,
-            slab_bytes: 0,
             slabs: former.held.len() as u64,
-            reserved_bytes: 0,
             wanted_bytes: former.reserve_bytes,
-            reconnections: 0,
+            ..untold(&dialer)
         };
-        Ok(Self {
+        let mut keeper = Self::new(server, dialer, config, purpose, (events, waker), status);
+        keeper.held = former.held.into_iter().collect();
+        Ok(keeper)
+    }
+
+    /// One that holds nothing.
+    fn new(
+        server: usize,
+        dialer: Dialer,
+        config: &RemoteConfig,
+        purpose: Purpose,
+        (events, waker): (Sender<SessionEvent>, EventFd),
+        status: SessionStatus,
+    ) -> Self {
+        Self {
             server,
+            dialer,
             purpose,
             roles: config.data_connections,
             events,
+            instance: status.instance,
             shared: Arc::new(Shared {
                 status: status.into(),
                 lease_until_ms: AtomicU64::new(0),
                 waker,
             }),
-            instance,
             lease: config.timing.renew,
-            held: former.held.into_iter().collect(),
+            held: BTreeSet::new(),
             releasing: BTreeSet::new(),
             vacating: BTreeSet::new(),
             leases_wanted: 0,
@@ -181,8 +160,7 @@ impl Keeper {
             verbs_pause: VerbsPause::new(Instant::now()),
             device: None,
             lacks_verbs: false,
-            dialer,
-        })
+        }
     }
 
     /// Has `bytes` in all set aside. To be called before [`Self::run`].
@@ -636,6 +614,23 @@ impl Keeper {
 
     pub(super) fn broken(&self, what: String) -> LinkEnd {
         LinkEnd::Failed(self.dialer.protocol(what))
+    }
+}
+
+/// The status of a session of which the server has told nothing yet.
+fn untold(dialer: &Dialer) -> SessionStatus {
+    SessionStatus {
+        address: dialer.address.clone(),
+        connected: false,
+        detail: None,
+        transport: None,
+        // Told by the first greeting.
+        instance: InstanceId(uuid::Uuid::nil()),
+        slab_bytes: 0,
+        slabs: 0,
+        reserved_bytes: 0,
+        wanted_bytes: 0,
+        reconnections: 0,
     }
 }
 

@@ -409,11 +409,6 @@ impl TcpConn {
         self.pending.len()
     }
 
-    /// Ids of the requests in flight, in no order: to be submitted again once this one is dead.
-    pub(super) fn pending_ids(&self) -> impl Iterator<Item = u64> + '_ {
-        self.pending.keys().copied()
-    }
-
     fn queued_bytes(&self) -> usize {
         self.queue.len() - self.queue_start
     }

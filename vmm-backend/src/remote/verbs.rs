@@ -339,10 +339,6 @@ impl VerbsConn {
         self.pending.len()
     }
 
-    pub(super) fn pending_ids(&self) -> impl Iterator<Item = u64> + '_ {
-        self.pending.keys().copied()
-    }
-
     fn failed(&self, source: VerbsError) -> RemoteError {
         RemoteError::Verbs {
             server: self.line.server.clone(),
