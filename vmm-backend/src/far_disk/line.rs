@@ -199,7 +199,7 @@ fn verdict(error: &RemoteError) -> Option<Over> {
 
 /// How a request on a connection ended.
 enum Exchange {
-    Done(Vec<u8>),
+    Done,
     Refused(ExtentError),
     Dead,
     Interrupted,
@@ -248,7 +248,19 @@ impl Line {
         extents: &[Extent],
         interrupt: &Interrupt<'_>,
     ) -> Result<Vec<u8>, DiskFault> {
-        self.perform(Op::Read, extents, &[], interrupt)
+        let mut all = Vec::new();
+        self.read_in_place(extents, interrupt, |bytes| all = bytes.to_vec())?;
+        Ok(all)
+    }
+
+    /// Reads the bytes of `extents`, and has `take` take them from where they arrived, once.
+    pub(super) fn read_in_place(
+        &self,
+        extents: &[Extent],
+        interrupt: &Interrupt<'_>,
+        mut take: impl FnMut(&mut [u8]),
+    ) -> Result<(), DiskFault> {
+        self.perform((Op::Read, extents, &[]), interrupt, &mut take)
     }
 
     /// Stores `payload` at `extents`: all of it, or nothing.
@@ -258,28 +270,26 @@ impl Line {
         payload: &[&[u8]],
         interrupt: &Interrupt<'_>,
     ) -> Result<(), DiskFault> {
-        self.perform(Op::Write, extents, payload, interrupt)
-            .map(drop)
+        self.perform((Op::Write, extents, payload), interrupt, &mut |_| {})
     }
 
     fn perform(
         &self,
-        op: Op,
-        extents: &[Extent],
-        payload: &[&[u8]],
+        request: (Op, &[Extent], &[&[u8]]),
         interrupt: &Interrupt<'_>,
-    ) -> Result<Vec<u8>, DiskFault> {
+        take: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<(), DiskFault> {
         loop {
             let mut conn = self.state.wait(interrupt, |now| now.idle.pop())?;
             let before = (conn.sent_bytes(), conn.received_bytes());
-            let ended = exchange(&mut conn, op, extents, payload, interrupt);
+            let ended = exchange(&mut conn, request, interrupt, take);
             let count = |counter: &AtomicU64, bytes| counter.fetch_add(bytes, Ordering::Relaxed);
             count(&self.state.sent_bytes, conn.sent_bytes() - before.0);
             count(&self.state.received_bytes, conn.received_bytes() - before.1);
             match ended {
-                Exchange::Done(bytes) => {
+                Exchange::Done => {
                     self.put_back(conn);
-                    return Ok(bytes);
+                    return Ok(());
                 }
                 Exchange::Refused(error) => {
                     self.put_back(conn);
@@ -310,10 +320,9 @@ impl Line {
 /// Makes one request on a connection that has no other in flight.
 fn exchange(
     conn: &mut DataConn,
-    op: Op,
-    extents: &[Extent],
-    payload: &[&[u8]],
+    (op, extents, payload): (Op, &[Extent], &[&[u8]]),
     interrupt: &Interrupt<'_>,
+    take: &mut dyn FnMut(&mut [u8]),
 ) -> Exchange {
     let submitted = match op {
         Op::Read => conn.submit_read(0, extents),
@@ -335,11 +344,9 @@ fn exchange(
             true => conn.flush(),
             false => Ok(()),
         }
-        .and_then(|()| {
-            conn.receive(|_, outcome| reply = Some(outcome.map(|bytes| bytes.to_vec())))
-        });
+        .and_then(|()| conn.receive(|_, outcome| reply = Some(outcome.map(&mut *take))));
         match (reply, received) {
-            (Some(Ok(bytes)), _) => return Exchange::Done(bytes),
+            (Some(Ok(())), _) => return Exchange::Done,
             (Some(Err(error)), _) => return Exchange::Refused(error),
             (None, Err(_)) => return Exchange::Dead,
             (None, Ok(())) => {}

@@ -255,8 +255,26 @@ impl Store {
             self.layout.blocks_at(stored.place.slab, run),
             self.layout.entries_at(stored.place.slab, run),
         ];
-        let mut bytes = self.line(stored).read(&places, interrupt)?;
-        let (blocks, told) = bytes.split_at_mut(run.count as usize * BLOCK);
+        let mut opened = Ok(());
+        let open = |bytes: &mut [u8]| {
+            let (blocks, told) = bytes.split_at_mut(run.count as usize * BLOCK);
+            opened = self.open_blocks(stored, run, blocks, told);
+            if opened.is_ok() {
+                into.copy_from_slice(blocks);
+            }
+        };
+        self.line(stored).read_in_place(&places, interrupt, open)?;
+        opened
+    }
+
+    /// Opens the blocks of a run in place, by the entries that came with them.
+    fn open_blocks(
+        &self,
+        stored: &StoredExtent,
+        run: Run,
+        blocks: &mut [u8],
+        told: &[u8],
+    ) -> Result<(), DiskFault> {
         let contents = blocks.chunks_exact_mut(BLOCK).zip(entries(told));
         for (place, (block, entry)) in run.places().zip(contents) {
             let number = self.layout.block(stored.place.extent, place);
@@ -265,7 +283,6 @@ impl Store {
                 return Err(DiskFault::Corrupt { block: number });
             }
         }
-        into.copy_from_slice(blocks);
         Ok(())
     }
 
