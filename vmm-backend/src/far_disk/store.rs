@@ -22,6 +22,9 @@ use crate::interrupt::Interrupt;
 
 /// Most blocks that one request to a server moves: 1 MiB, as much as a guest's request.
 const MOST_BLOCKS: u32 = 256;
+/// Blocks that are not written, and are fetched with those around them rather than these one by one: 32 KiB are on
+/// their way for less than an answer takes.
+const MOST_SKIPPED: u32 = 8;
 /// Most blocks whose entries one request clears: 1 MiB of entries.
 const MOST_CLEARED: u32 = (1 << 20) / ENTRY as u32;
 
@@ -232,18 +235,19 @@ impl Store {
         // What was read stays so when the disk is left, though the release that was under way is never ended.
         self.ensure_header(&stored, interrupt)?;
         self.settle(&stored, run, interrupt)?;
-        for (piece, written) in stored.pieces(run) {
-            let at = (piece.first - run.first) as usize * BLOCK;
-            let part = &mut into[at..at + piece.count as usize * BLOCK];
-            match written {
-                true => self.fetch(&stored, piece, part, interrupt)?,
-                false => part.fill(0),
-            }
+        let spans = spans(&stored.pieces(run));
+        if spans != [run] {
+            into.fill(0);
+        }
+        for span in spans {
+            let at = (span.first - run.first) as usize * BLOCK;
+            let part = &mut into[at..at + span.count as usize * BLOCK];
+            self.fetch(&stored, span, part, interrupt)?;
         }
         Ok(())
     }
 
-    /// Fetches written blocks, and opens each.
+    /// Fetches blocks, and opens each that is written: others are zeros, whatever comes for them.
     fn fetch(
         &self,
         stored: &StoredExtent,
@@ -277,6 +281,10 @@ impl Store {
     ) -> Result<(), DiskFault> {
         let contents = blocks.chunks_exact_mut(BLOCK).zip(entries(told));
         for (place, (block, entry)) in run.places().zip(contents) {
+            if !stored.is_written(place) {
+                block.fill(0);
+                continue;
+            }
             let number = self.layout.block(stored.place.extent, place);
             let is_current = entry.generation == stored.generation(place) && self.may_be(&entry);
             if !is_current || self.open(number, &entry, block).is_err() {
@@ -593,6 +601,21 @@ impl Store {
     }
 }
 
+/// What is to be fetched of pieces that are written or not: what is written, by one request where little lies
+/// between.
+fn spans(pieces: &[(Run, bool)]) -> Vec<Run> {
+    let mut spans: Vec<Run> = Vec::new();
+    for (piece, _) in pieces.iter().filter(|(_, written)| *written) {
+        match spans.last_mut() {
+            Some(span) if piece.first - span.end() <= MOST_SKIPPED => {
+                span.count = piece.end() - span.first;
+            }
+            _ => spans.push(*piece),
+        }
+    }
+    spans
+}
+
 /// Notes, for a successor, which blocks are about to be given which generations.
 fn announce(stored: &StoredExtent, run: Run, generations: &[u64]) {
     for (place, generation) in run.places().zip(generations) {
@@ -636,6 +659,35 @@ mod tests {
     use super::super::tests::{World, store};
     use super::*;
     use crate::remote::test_server::SLAB;
+
+    #[test]
+    fn written_blocks_with_little_between_them_are_read_at_once() {
+        let world = World::new(&[SLAB]);
+        let disk = world.create();
+        let (never, store) = (Interrupt::never(), store(&disk));
+        let mut model = vec![0; 32 * BLOCK];
+        for place in [1, 3, 10, 30] {
+            model[place * BLOCK..(place + 1) * BLOCK].fill(place as u8);
+            let offset = (place * BLOCK) as u64;
+            disk.write(offset, &model[place * BLOCK..][..BLOCK], &never)
+                .expect("written");
+        }
+        // What was there once is not what it reads as.
+        disk.write(5 * BLOCK as u64, &[9; BLOCK], &never)
+            .expect("written");
+        disk.zero(5 * BLOCK as u64, BLOCK as u64, &never)
+            .expect("discarded");
+        let cost = |blocks: usize| {
+            let before = store.lines[0].state.traffic().0;
+            let mut bytes = vec![0xee; blocks * BLOCK];
+            disk.read(0, &mut bytes, &never).expect("read");
+            assert!(bytes == model[..blocks * BLOCK]);
+            store.lines[0].state.traffic().0 - before
+        };
+        let once = cost(2);
+        assert_eq!(cost(16), once);
+        assert_eq!(cost(32), 2 * once, "what lies far away is asked for apart");
+    }
 
     #[test]
     fn whoever_reads_where_all_is_discarded_gives_the_slab_back() {
