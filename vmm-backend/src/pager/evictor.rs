@@ -149,13 +149,18 @@ impl EvictorParts {
                 parts: self,
                 uffd: &self.uffds[shard],
             };
+            let mut was_refused = false;
             while !run.has_ended() {
                 if let Err(error) = run.advance(&self.shared, &mut hands) {
                     tracing::debug!(first = run.pages.first.0, %error, "a run was not evicted");
-                    std::thread::sleep(REFUSAL_PAUSE);
+                    was_refused = true;
                 }
             }
+            // Before the pause: faults on its pages wait for this.
             self.shards[shard].send(ShardEvent::RunDone(Box::new(run)));
+            if was_refused {
+                std::thread::sleep(REFUSAL_PAUSE);
+            }
         }
     }
 }

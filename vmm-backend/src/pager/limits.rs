@@ -177,16 +177,22 @@ impl Pager {
         share.map(|share| share.check(size)).transpose()?;
         // So that of two changes at once, the one that lasts is the one that is written last.
         let _alone = lock(&self.changing);
-        if let Some(compressed) = share {
-            let next = Standing {
-                compressed,
-                ..self.standing()
-            };
-            self.promise(&next).map_err(TuningError::Limit)?;
-            self.settle(next, self.staging.backing());
+        let next = share.map(|compressed| Standing {
+            compressed,
+            ..self.standing()
+        });
+        if let Some(next) = &next {
+            self.promise(next).map_err(TuningError::Limit)?;
         }
-        if let Some(workers) = tuning.workers {
-            self.evictors.set(workers)?;
+        // What may fail comes first, so that all of it is in force or nothing.
+        if let Some(workers) = tuning.workers
+            && let Err(error) = self.evictors.set(workers)
+        {
+            self.promise_less(&self.standing());
+            return Err(error.into());
+        }
+        if let Some(next) = next {
+            self.settle(next, self.staging.backing());
         }
         let pace = &self.shared.pace;
         granule

@@ -264,17 +264,23 @@ impl Writer {
         self.shared.slots.room(&|server| self.is_reachable(server))
     }
 
-    fn may_any_take(&self) -> bool {
-        (0..self.sessions.len()).any(|server| self.may_take(server))
+    /// Which servers may: asked for once, for others wait while all slabs are gone through.
+    fn takers(&self) -> Vec<bool> {
+        let servers = 0..self.sessions.len();
+        servers.map(|server| self.may_take(server)).collect()
     }
 
     fn submit(&mut self, slabs: Slabs) {
-        while self.may_any_take() {
+        loop {
+            let takers = self.takers();
+            if !takers.contains(&true) {
+                return;
+            }
             let orders = self.claim(self.batch_pages());
             if orders.is_empty() {
                 return;
             }
-            let may_take = |server| self.may_take(server);
+            let may_take = |server: ServerIndex| takers[server];
             let slots = match slabs {
                 Slabs::Lasting => self.shared.slots.allocate(orders.len(), &may_take),
                 Slabs::Vacating => self.shared.slots.allocate_vacating(orders.len(), &may_take),
@@ -475,11 +481,12 @@ impl Writer {
             enough = enough.max(u64::from(self.shared.staging.taken()) + 2 * batch as u64);
         }
         let is_idle = wanting == 0 && !has_to_move;
-        if is_idle || slots.room(&|server| self.may_take(server)) >= enough {
+        let takers = self.takers();
+        if is_idle || slots.room(&|server| takers[server]) >= enough {
             slots.want_back(0);
             return;
         }
-        if !self.may_any_take() {
+        if !takers.contains(&true) {
             return;
         }
         let now = Instant::now();
@@ -491,7 +498,7 @@ impl Writer {
         };
         let candidates = (0..self.sessions.len())
             .filter(|server| slots.is_connected(*server))
-            .filter(|server| self.may_take(*server))
+            .filter(|server| takers[*server])
             .filter(|server| !self.leases[*server].asked)
             .filter(|server| {
                 self.leases[*server]

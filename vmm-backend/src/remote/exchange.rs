@@ -61,6 +61,8 @@ pub(super) struct Link {
     pub(super) local: Option<IpAddr>,
     /// RDMA, where data goes over it.
     pub(super) verbs: Option<Verbs>,
+    /// Slabs that are to be given back, and since when.
+    pub(super) parting: VecDeque<(Instant, SlabId)>,
 }
 
 impl Link {

@@ -31,6 +31,10 @@ const LAST_ORDER: Duration = Duration::from_secs(30);
 /// queue pair tells what does not get through.
 const SOON: Duration = Duration::from_secs(15);
 
+/// Until a slab that is to be given back over RDMA is. A page that was fetched ahead may have been dropped while it
+/// was on its way: its read would end at a key that is not valid any more, and with it every queue pair.
+const PARTING: Duration = Duration::from_secs(1);
+
 /// Why the keeper stops serving a link.
 pub(super) enum LinkEnd {
     Failed(RemoteError),
@@ -347,6 +351,7 @@ impl Keeper {
             is_closing: false,
             local: greeted.local,
             verbs: greeted.verbs,
+            parting: VecDeque::new(),
         };
         if let Some(verbs) = &link.verbs {
             self.device = Some(verbs.presence());
@@ -438,10 +443,11 @@ impl Keeper {
             }
             Order::Release(slab) => {
                 self.note_release(slab);
-                if let Some(verbs) = &link.verbs {
-                    verbs.keys.remove(slab);
+                match &link.verbs {
+                    Some(_) => link.parting.push_back((Instant::now(), slab)),
+                    None => self.ask(link, Asked::Release(slab))?,
                 }
-                self.ask(link, Asked::Release(slab))
+                Ok(())
             }
             Order::Reserve(bytes, answer) => self.ask(link, Asked::Reserve(bytes, Some(answer))),
             Order::DataLost(generation) if self.is_current(generation) => {
@@ -540,11 +546,26 @@ impl Keeper {
                 self.ask(link, Asked::Renew)?;
             }
         }
+        self.release_parting(link, now)?;
         let (due, later) = self.retry_roles.drain(..).partition(|(at, _)| *at <= now);
         self.retry_roles = later;
         let due: Vec<(Instant, usize)> = due;
         for (_, role) in due {
             self.ask_role(link, role)?;
+        }
+        Ok(())
+    }
+
+    /// Gives slabs back that nothing is read from any more.
+    fn release_parting(&mut self, link: &mut Link, now: Instant) -> Result<(), LinkEnd> {
+        while let Some((since, slab)) = link.parting.front().copied()
+            && now.duration_since(since) >= PARTING
+        {
+            link.parting.pop_front();
+            if let Some(verbs) = &link.verbs {
+                verbs.keys.remove(slab);
+            }
+            self.ask(link, Asked::Release(slab))?;
         }
         Ok(())
     }
