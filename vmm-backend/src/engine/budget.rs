@@ -112,7 +112,11 @@ impl Budget {
 
     /// Takes back what was counted for pages that did not come.
     pub fn cancel(&self, pages: u64) {
-        self.subtract(pages);
+        let used = self.subtract(pages);
+        // The limit is reached thereby as well.
+        if self.ceiling.load(Ordering::SeqCst) > 0 && used <= self.limit() {
+            self.lower_ceiling(0, used);
+        }
     }
 
     /// Takes back what was counted for pages that have gone.
@@ -288,6 +292,14 @@ mod tests {
         // The page did not come after all.
         budget.cancel(1);
         assert!(budget.acquire(1));
+    }
+
+    #[test]
+    fn the_limit_counts_where_it_is_reached_by_pages_that_did_not_come() {
+        let budget = Budget::new(10, PageSize::BASE);
+        budget.force(12);
+        budget.cancel(2);
+        assert!(!budget.acquire(1));
     }
 
     #[test]
