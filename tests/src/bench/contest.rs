@@ -97,24 +97,28 @@ fn demand_room_for_huge_pages(entrants: &[Entrant], local_ratios: &[f64]) -> Res
     Ok(())
 }
 
+/// Whether what the settings name is known, and this machine has room for it: to be asked before anything is measured.
+pub fn check(settings: &Settings) -> Result<()> {
+    for name in &settings.only {
+        super::phase::entry(name)?;
+    }
+    for memory in &settings.baselines {
+        let known = PARTLY_LOCAL.contains(&memory.as_str());
+        ensure!(
+            known,
+            "a baseline is one of {PARTLY_LOCAL:?}, not '{memory}'"
+        );
+    }
+    if settings.huge_pages {
+        demand_room_for_huge_pages(&entrants(settings), &settings.local_ratios)?;
+    }
+    Ok(())
+}
+
 impl<'a> Contest<'a> {
-    /// Of all workloads, or those that the settings name.
+    /// Of all workloads, or those that the settings name, which were checked.
     pub fn new(session: &'a mut Session) -> Result<Self> {
-        let only = &session.settings.only;
-        for name in only {
-            super::phase::entry(name)?;
-        }
-        for memory in &session.settings.baselines {
-            let known = PARTLY_LOCAL.contains(&memory.as_str());
-            ensure!(
-                known,
-                "a baseline is one of {PARTLY_LOCAL:?}, not '{memory}'"
-            );
-        }
         let entrants = entrants(&session.settings);
-        if session.settings.huge_pages {
-            demand_room_for_huge_pages(&entrants, &session.settings.local_ratios)?;
-        }
         for memory in session.settings.baselines.clone() {
             if let Err(error) = baseline::try_out(session, &memory) {
                 session.say(&format!("without {memory}: {error:#}"));

@@ -11,7 +11,7 @@ use outram_wire::tuning::Tuning;
 use outram_wire::units::PageSize;
 
 use super::batches;
-use super::contest::Contest;
+use super::contest::{self, Contest};
 use super::far_wire::FarWire;
 use super::floors::{self, Waiting};
 use super::layout::{self, Kind, Layout};
@@ -171,6 +171,9 @@ impl Session {
 
     /// Measures everything.
     pub fn run(mut self) -> Result<Results> {
+        if self.settings.workload_mib > 0 {
+            contest::check(&self.settings)?;
+        }
         self.results.is_unfinished = true;
         for round in 0..self.settings.rounds {
             self.say(&format!(

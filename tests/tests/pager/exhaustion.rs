@@ -152,7 +152,7 @@ fn full(lab: &Lab) -> Result<()> {
     while ballast.write_all(&zeros).is_ok() {}
     let rest = guest.send(0, "fill", json!({"page": part, "pages": FILLED - part}))?;
     let known = guest.send(1, "verify", json!({"page": 0, "pages": part}))?;
-    std::thread::sleep(Duration::from_secs(2));
+    guest.demand_silence(rest)?;
     drop(ballast);
     fs::remove_file(path)?;
     guest.answer(rest)?;

@@ -291,8 +291,7 @@ mod tests {
     #[test]
     fn a_confined_process_reaches_nobody_else() {
         if !rustix::process::geteuid().is_root() {
-            eprintln!("SKIPPED: not root");
-            return;
+            return crate::skip_test("not root");
         }
         let folder = tempfile::tempdir().expect("a folder");
         for name in ["own", "own/state", "other"] {

@@ -558,8 +558,7 @@ mod tests {
             .read(true)
             .open("/dev/userfaultfd");
         let Ok(device) = device else {
-            eprintln!("SKIPPED: /dev/userfaultfd cannot be opened");
-            return;
+            return crate::skip_test("/dev/userfaultfd cannot be opened");
         };
         let pages = table_pages(BYTES, 1, 2, PageSize::BASE) as u32;
         let (memfd, mapping) = memory(&[5, 1500]);

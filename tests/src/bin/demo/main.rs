@@ -39,6 +39,9 @@ struct Options {
 /// Name of the guest, as in the documentation.
 const NAME: &str = "web1";
 
+/// What the memory server lends beside the guest's RAM: what a small guest reserves is more than what it keeps there.
+const BESIDE_MIB: u64 = 256;
+
 /// Long enough for every step on a slow machine.
 const LONG: Duration = Duration::from_secs(300);
 
@@ -89,7 +92,8 @@ fn show(options: &Options) -> Result<()> {
 fn set_the_stage<'a>(options: &Options, host: &'a Host) -> Result<Stage<'a>> {
     say("Making certificates and installing libvirt's hook: 'outram pki', 'outram setup'.");
     host.set_up_outram()?;
-    let lent = format!("{}MiB", options.memory_mib);
+    // All that is not local, and what small guests need beside it.
+    let lent = format!("{}MiB", options.memory_mib + BESIDE_MIB);
     let server = MemServer::start(host, &lent, 16)?;
     say(&format!(
         "Starting a memory server that lends up to {lent} at {}.",

@@ -153,8 +153,7 @@ mod tests {
             .find_map(|line| line.strip_prefix("AnonHugePages:"))
             .is_some_and(|rest| !rest.trim().starts_with("0 "));
         if !has_huge {
-            eprintln!("SKIPPED: this host gives no huge pages");
-            return;
+            return crate::skip_test("this host gives no huge pages");
         }
         assert!(matches!(find(pid, start, BYTES as u64), Ok(Some(_))));
     }
