@@ -249,8 +249,7 @@ impl Patient<'_> {
             bytes: needs.reserve_bytes(named.len()) * named.len() as u64,
             has_bytes: self.promised_by(named),
         });
-        let fresh = not_among(&mut self.asked, named);
-        host_checks::servers(&fresh, self.host, wanted)
+        ask_once(&mut self.asked, named, self.host, wanted)
     }
 
     /// Bytes that these servers have set aside for the guest as it runs, if it does.
@@ -269,12 +268,18 @@ impl Patient<'_> {
     }
 }
 
-/// Those of `named` that were not asked, which they are from now on.
-fn not_among(asked: &mut BTreeSet<ServerAddress>, named: &[ServerAddress]) -> Vec<ServerAddress> {
+/// Checks those of `named` that were not asked, which they are from now on.
+fn ask_once(
+    asked: &mut BTreeSet<ServerAddress>,
+    named: &[ServerAddress],
+    host: &HostSettings,
+    wanted: Option<host_checks::Needs>,
+) -> Vec<Check> {
     let fresh = named
         .iter()
         .filter(|server| asked.insert((*server).clone()));
-    fresh.cloned().collect()
+    let fresh: Vec<_> = fresh.cloned().collect();
+    host_checks::servers(&fresh, host, wanted)
 }
 
 /// What helps where a guest's backend gives no answer. Its memory is where it was.
@@ -358,11 +363,16 @@ mod tests {
             let parsed = names.iter().map(|name| name.parse().expect("an address"));
             parsed.collect()
         };
+        let host = HostSettings {
+            tls_ca: Some("/nowhere/ca.pem".into()),
+            ..HostSettings::default()
+        };
+        // Without certificates each check fails before anything is sent.
         let mut asked = BTreeSet::new();
-        let of_definition = servers(&["10.0.0.2", "10.0.0.3"]);
-        assert_eq!(not_among(&mut asked, &of_definition), of_definition);
-        let of_running = servers(&["10.0.0.3", "10.0.0.4"]);
-        assert_eq!(not_among(&mut asked, &of_running), servers(&["10.0.0.4"]));
+        let mut checks = |names: &[&str]| ask_once(&mut asked, &servers(names), &host, None).len();
+        assert_eq!(checks(&["10.0.0.2", "10.0.0.3"]), 2);
+        assert_eq!(checks(&["10.0.0.3", "10.0.0.4"]), 1);
+        assert_eq!(checks(&["10.0.0.4"]), 0);
     }
 
     #[test]
