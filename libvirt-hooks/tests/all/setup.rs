@@ -1,9 +1,12 @@
 //! `outram setup` and `outram pki` as programs, below a directory of their own.
 
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
+
+use outram_libvirt::host::RUN_VARIABLE;
+use rustix::fs::{FlockOperation, flock};
 
 fn outram(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_outram"))
@@ -21,6 +24,8 @@ fn setup(dir: &Path, more: &[&str]) -> Output {
     let prefix = format!("--prefix={}", dir.display());
     outram(&[&["setup", prefix.as_str()], more].concat())
 }
+
+const UUID: &str = "9a4a7f0e-2f5b-4d55-8a53-0a4e1c7e1234";
 
 /// The hook program has to be beside `outram`; naming it here makes sure that it is built.
 const HOOK: &str = env!("CARGO_BIN_EXE_outram-libvirt-hook");
@@ -99,6 +104,27 @@ fn removing_leaves_what_was_there_before_and_settings() {
     let again = setup(dir.path(), &["--remove"]);
     assert!(again.status.success());
     assert_eq!(said(&again), "");
+}
+
+#[test]
+fn guests_that_run_are_named_where_setup_is_undone() {
+    let run = tempfile::tempdir().expect("a directory");
+    let run_dir = run.path().join(UUID);
+    fs::create_dir(&run_dir).expect("made");
+    fs::write(run.path().join(format!("{UUID}.name")), "web1").expect("written");
+    let supervisor = File::open(&run_dir).expect("it is there");
+    flock(&supervisor, FlockOperation::LockExclusive).expect("nobody else has it");
+    let nowhere = run.path().join("libvirt-sock");
+    let connect = format!("--connect=qemu:///system?socket={}", nowhere.display());
+    // Of this machine nothing is changed.
+    let output = Command::new(env!("CARGO_BIN_EXE_outram"))
+        .args([&connect, "setup", "--remove", "--dry-run"])
+        .env(RUN_VARIABLE, run.path())
+        .output();
+    let text = said(&output.expect("outram runs"));
+    let told = |what: &str| text.lines().any(|line| line.ends_with(what));
+    assert!(told(": web1"), "{text}");
+    assert!(text.contains("which domains use Outram"), "{text}");
 }
 
 #[test]

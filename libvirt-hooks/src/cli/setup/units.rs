@@ -136,6 +136,7 @@ fn reload_systemd() -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::Paths;
 
     #[test]
     fn a_unit_of_an_earlier_install_is_told_from_a_sites_own() {
@@ -163,5 +164,24 @@ mod tests {
         let other = format!("{first}\n[Service]\nExecStart=/opt/other launch x\n");
         assert!(!is_by_setup(&other, unit));
         assert!(!is_by_setup("", slice));
+    }
+
+    #[test]
+    fn a_sites_own_units_stay_where_setup_is_undone() {
+        let prefix = tempfile::tempdir().expect("a directory");
+        let mut setup = Setup {
+            dry_run: false,
+            prefix: prefix.path().to_owned(),
+            paths: &Paths::default(),
+        };
+        fs::create_dir_all(prefix.path().join(OWN)).expect("made");
+        for (name, ours) in UNITS {
+            let text = format!("{ours}# Of this site.\n");
+            fs::write(setup.own_unit(name), text).expect("written");
+        }
+        setup.remove_units().expect("nothing is removed");
+        for (name, _) in UNITS {
+            assert!(setup.own_unit(name).exists(), "{name}");
+        }
     }
 }
