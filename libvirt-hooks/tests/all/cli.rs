@@ -1,5 +1,9 @@
 //! The command line as people meet it: its help, and its reports.
 
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::{CommandFactory, Parser};
@@ -10,6 +14,7 @@ use outram_libvirt::cli::top::screen::{Terms, draw};
 use outram_libvirt::cli::top::table::{Column, Sorting, plain, totals};
 use outram_libvirt::cli::top::view::{View, Wish};
 use outram_libvirt::cli::top::watcher::Line;
+use outram_libvirt::host::RUN_VARIABLE;
 use outram_wire::control::{Counters, DiskState, DiskStatus, Latency, Phase, ServerStatus, Status};
 use outram_wire::server::DiskId;
 use outram_wire::units::{Limit, LocalRatio, VmId};
@@ -392,4 +397,38 @@ fn tops_keys_sort_scroll_and_end_it() {
     let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
     view.help = true;
     assert_eq!(view.press(control_c), Wish::Quit);
+}
+
+#[test]
+fn a_scraper_is_told_of_guests_that_cannot_be_looked_up() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run = dir.path().join("run");
+    let mut server = Command::new(env!("CARGO_BIN_EXE_outram"))
+        .args(["metrics", "--listen=127.0.0.1:0"])
+        .env(RUN_VARIABLE, &run)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("outram runs");
+    let mut line = String::new();
+    let mut said = BufReader::new(server.stdout.take().expect("piped"));
+    said.read_line(&mut line).expect("read");
+    let scrape = || {
+        let address = line.trim().strip_prefix("serving metrics at http://")?;
+        let mut socket = TcpStream::connect(address.strip_suffix("/metrics")?).ok()?;
+        socket.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").ok()?;
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).ok()?;
+        Some(answer)
+    };
+    let before = scrape();
+    // No directory: who is there cannot be told.
+    fs::write(&run, "").expect("written");
+    let after = scrape();
+    server.kill().expect("it runs until then");
+    server.wait().expect("ended");
+    let is =
+        |answer: &Option<String>, status| answer.as_ref().is_some_and(|it| it.contains(status));
+    assert!(is(&before, "HTTP/1.1 200 "), "{line}{before:?}");
+    assert!(is(&after, "HTTP/1.1 500 "), "{after:?}");
 }
