@@ -566,7 +566,7 @@ fn file_error(what: &'static str, path: &Path, source: io::Error) -> LaunchError
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use outram_wire::tuning::Tuning;
     use outram_wire::units::LocalRatio;
@@ -574,12 +574,18 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
 
+    /// Has a run directory, which is there, look as one that a supervisor is at work in until this is dropped.
+    pub(crate) fn supervised(run_dir: &Path) -> File {
+        let file = File::open(run_dir).expect("it is there");
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)
+            .expect("nobody else has it");
+        file
+    }
+
     #[test]
     fn a_start_waits_for_the_supervisor_of_the_one_before() {
         let dir = tempfile::tempdir().expect("a directory");
-        let file = File::open(dir.path()).expect("it is there");
-        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)
-            .expect("nobody else has it");
+        let file = supervised(dir.path());
         let has_ended = Arc::new(AtomicBool::new(false));
         let supervisor = std::thread::spawn({
             let has_ended = has_ended.clone();

@@ -271,13 +271,12 @@ impl Ledger {
     /// Waits for memory that is on its way back, should there be no room for another slab before.
     fn await_freed(&self, holder: Holder) {
         let books = self.books();
-        let kept = match holder.is_disk() {
-            true => 0,
-            false => books.held_back_bytes(),
+        let lendable = match holder.is_disk() {
+            true => books.memory_bytes,
+            false => books.lendable_bytes(),
         };
-        let taken = kept + self.terms.slab_bytes;
-        let most = books.memory_bytes.saturating_sub(taken);
         drop(books);
+        let most = lendable.saturating_sub(self.terms.slab_bytes);
         let is_full = || self.lent_bytes.load(Ordering::Acquire) > most;
         self.freeing.wait_while(FREED_WITHIN, is_full);
     }
@@ -432,8 +431,8 @@ impl Ledger {
 
     /// What is neither lent nor held back for disks.
     fn unlent_bytes(&self, books: &Books) -> u64 {
-        let taken = self.lent_bytes.load(Ordering::Acquire) + books.held_back_bytes();
-        books.memory_bytes.saturating_sub(taken)
+        let lent = self.lent_bytes.load(Ordering::Acquire);
+        books.lendable_bytes().saturating_sub(lent)
     }
 
     /// What could be leased at once, where its reservation allows. What may be lent can have been lowered since
@@ -569,6 +568,11 @@ impl Books {
     fn reserved_bytes(&self) -> u64 {
         let accounts = self.accounts.values();
         accounts.map(|account| account.reserved_bytes).sum()
+    }
+
+    /// What may be lent to guests, and what is lent to anybody, in all.
+    fn lendable_bytes(&self) -> u64 {
+        self.memory_bytes.saturating_sub(self.held_back_bytes())
     }
 
     /// What is set aside for disks and not leased yet.

@@ -114,14 +114,13 @@ fn has_ended(guest: &Guest, paths: &Paths) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
+    use std::fs;
     use std::os::unix::net::UnixListener;
     use std::path::Path;
 
-    use rustix::fs::{FlockOperation, flock};
-
     use super::*;
     use crate::backend_control::BackendControl;
+    use crate::launch::tests::supervised;
 
     #[test]
     fn a_guest_whose_backend_dies_again_and_again_stays_on_the_page() {
@@ -129,8 +128,7 @@ mod tests {
         let run = tempfile::tempdir().expect("a directory");
         let run_dir = run.path().join(UUID);
         fs::create_dir(&run_dir).expect("made");
-        let supervisor = File::open(&run_dir).expect("it is there");
-        flock(&supervisor, FlockOperation::LockExclusive).expect("nobody else has it");
+        let _supervisor = supervised(&run_dir);
         let paths = Paths {
             run: run.path().to_owned(),
             ..Paths::default()

@@ -4,7 +4,7 @@
 //! The stand-in is this test program itself, run again by a small script as `stand_in`: it speaks
 //! the control protocol and does what its guest's name says.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -24,7 +24,6 @@ use outram_libvirt::process;
 use outram_wire::control::{Envelope, Phase, Reply, Request, Status, read_frame, write_frame};
 use outram_wire::incoming::Incoming;
 use outram_wire::units::{Limit, VmId};
-use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
 
 use crate::support;
@@ -326,8 +325,7 @@ fn release_clears_up_after_a_backend_that_was_killed() {
 fn a_backend_that_is_being_started_is_told_from_one_that_died() {
     let host = Host::new();
     fs::create_dir(host.run_dir()).expect("made");
-    let supervisor = File::open(host.run_dir()).expect("it is there");
-    flock(&supervisor, FlockOperation::LockExclusive).expect("nobody else has it");
+    let _supervisor = support::supervised(&host.run_dir());
     let report = || {
         let guests = report::all_guests(&host.paths).expect("guests");
         report::reports(&guests, &host.paths).remove(0)

@@ -1,12 +1,13 @@
 //! `outram setup` and `outram pki` as programs, below a directory of their own.
 
-use std::fs::{self, File};
+use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
 use outram_libvirt::host::RUN_VARIABLE;
-use rustix::fs::{FlockOperation, flock};
+
+use crate::support;
 
 fn outram(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_outram"))
@@ -112,8 +113,7 @@ fn guests_that_run_are_named_where_setup_is_undone() {
     let run_dir = run.path().join(UUID);
     fs::create_dir(&run_dir).expect("made");
     fs::write(run.path().join(format!("{UUID}.name")), "web1").expect("written");
-    let supervisor = File::open(&run_dir).expect("it is there");
-    flock(&supervisor, FlockOperation::LockExclusive).expect("nobody else has it");
+    let _supervisor = support::supervised(&run_dir);
     let nowhere = run.path().join("libvirt-sock");
     let connect = format!("--connect=qemu:///system?socket={}", nowhere.display());
     // Of this machine nothing is changed.

@@ -1,7 +1,7 @@
 //! What the tests share: canonical XML, golden files, and the run directory used in domains.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use outram_libvirt::attachment::{self, AttachRequest};
@@ -9,6 +9,7 @@ use outram_libvirt::domain_xml::DomainXml;
 use outram_wire::control::{Counters, Phase, Status};
 use outram_wire::tuning::Tuning;
 use outram_wire::units::{Limit, VmId};
+use rustix::fs::{FlockOperation, flock};
 use xot::{Node, Xot};
 
 /// The run directory that golden domains name.
@@ -25,6 +26,13 @@ pub(crate) const DOMAINS: [&str; 8] = [
     "backed",
     "odd",
 ];
+
+/// Has a run directory, which is there, look as one that a supervisor is at work in until this is dropped.
+pub(crate) fn supervised(run_dir: &Path) -> File {
+    let file = File::open(run_dir).expect("it is there");
+    flock(&file, FlockOperation::LockExclusive).expect("nobody else has it");
+    file
+}
 
 /// A file of `tests/golden`.
 pub(crate) fn golden_path(name: &str) -> PathBuf {

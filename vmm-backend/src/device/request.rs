@@ -408,23 +408,40 @@ mod tests {
         (status, bytes[32_768..32_768 + room as usize].to_vec())
     }
 
-    /// Memory that counts how often it is read and written.
-    struct Counting(Memory, RefCell<[u32; 2]>);
+    /// Memory that counts how often it is read and written, and takes no more than so many bytes at once.
+    struct Probe {
+        memory: Memory,
+        accesses: RefCell<[u32; 2]>,
+        most: usize,
+    }
 
-    impl Buffers for Counting {
+    impl Probe {
+        fn new(byte: u8, most: usize) -> Self {
+            Self {
+                memory: Memory(RefCell::new(vec![byte; 1 << 16])),
+                accesses: RefCell::default(),
+                most,
+            }
+        }
+    }
+
+    impl Buffers for Probe {
         fn read(
             &self,
             segments: &[Segment],
             offset: u64,
             into: &mut [u8],
         ) -> Result<(), AccessError> {
-            self.1.borrow_mut()[0] += 1;
-            self.0.read(segments, offset, into)
+            self.accesses.borrow_mut()[0] += 1;
+            self.memory.read(segments, offset, into)
         }
 
         fn write(&self, segments: &[Segment], offset: u64, from: &[u8]) -> Result<(), AccessError> {
-            self.1.borrow_mut()[1] += 1;
-            self.0.write(segments, offset, from)
+            self.accesses.borrow_mut()[1] += 1;
+            match from.len() > self.most {
+                true => Err(AccessError::Stray),
+                false => self.memory.write(segments, offset, from),
+            }
         }
     }
 
@@ -432,11 +449,11 @@ mod tests {
     fn a_request_is_read_once_and_answered_once() {
         let world = World::new(&[1 << 20]);
         let disk = far(&world);
-        let memory = Counting(Memory(RefCell::new(vec![1; 1 << 16])), RefCell::default());
+        let memory = Probe::new(1, usize::MAX);
         for (kind, sent, room) in [(VIRTIO_BLK_T_OUT, 512, 0), (VIRTIO_BLK_T_IN, 0, 512)] {
             let mut header = kind.to_le_bytes().to_vec();
             header.resize(HEADER_BYTES, 0);
-            memory.0.0.borrow_mut()[..HEADER_BYTES].copy_from_slice(&header);
+            memory.memory.0.borrow_mut()[..HEADER_BYTES].copy_from_slice(&header);
             let chain = Chain {
                 readable: vec![segment(0, 16 + sent)],
                 writable: vec![segment(4096, room + 1)],
@@ -444,46 +461,24 @@ mod tests {
             };
             let completion = execute(&chain, &disk, &memory, &Interrupt::never());
             assert!(completion.expect("not interrupted").succeeded);
-            assert_eq!(memory.1.take(), [1, 1], "type {kind}");
+            assert_eq!(memory.accesses.take(), [1, 1], "type {kind}");
         }
-        assert_eq!(memory.0.0.borrow()[4096..4608], [1; 512]);
+        assert_eq!(memory.memory.0.borrow()[4096..4608], [1; 512]);
     }
 
     #[test]
     fn what_cannot_be_written_is_an_error_with_status() {
-        let memory = Memory(RefCell::new(vec![0; 1 << 16]));
         let chain = Chain {
             readable: vec![segment(0, 16)],
             writable: vec![segment(4096, 513)],
             defect: None,
         };
         // The memory takes the status alone.
-        let memory = Grudging(memory);
+        let memory = Probe::new(0, 1);
         let completion = execute(&chain, &disk(), &memory, &Interrupt::never());
         let completion = completion.expect("not interrupted");
         assert_eq!((completion.written, completion.succeeded), (1, false));
-        assert_eq!(memory.0.0.borrow()[4608], VIRTIO_BLK_S_IOERR as u8);
-    }
-
-    /// Memory that takes no more than a byte.
-    struct Grudging(Memory);
-
-    impl Buffers for Grudging {
-        fn read(
-            &self,
-            segments: &[Segment],
-            offset: u64,
-            into: &mut [u8],
-        ) -> Result<(), AccessError> {
-            self.0.read(segments, offset, into)
-        }
-
-        fn write(&self, segments: &[Segment], offset: u64, from: &[u8]) -> Result<(), AccessError> {
-            match from.len() {
-                1 => self.0.write(segments, offset, from),
-                _ => Err(AccessError::Stray),
-            }
-        }
+        assert_eq!(memory.memory.0.borrow()[4608], VIRTIO_BLK_S_IOERR as u8);
     }
 
     fn cleared_segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {

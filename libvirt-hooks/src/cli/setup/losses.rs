@@ -80,11 +80,10 @@ fn uses_outram(definition: &str, paths: &Paths) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
-
-    use rustix::fs::{FlockOperation, flock};
+    use std::fs;
 
     use super::*;
+    use crate::launch::tests::supervised;
 
     #[test]
     fn guests_that_run_and_domains_that_are_attached_are_named() {
@@ -102,8 +101,7 @@ mod tests {
             served(&paths).expect("read").is_empty(),
             "nothing runs there"
         );
-        let supervisor = File::open(&run_dir).expect("it is there");
-        flock(&supervisor, FlockOperation::LockExclusive).expect("nobody else has it");
+        let _supervisor = supervised(&run_dir);
         let told = warnings(&served(&paths).expect("read"), &["db".to_owned()]);
         assert!(
             told[0].contains("run") && told[0].ends_with(": web1"),

@@ -1,6 +1,8 @@
 //! Moving pages out of a slab that its server wants back: fetched, staged, and written elsewhere (or brought home,
 //! where there is no staging), a few at a time, behind everything that the guest waits for.
 
+use foldhash::HashSet;
+
 use super::*;
 use crate::engine::{SlotId, StagedPage};
 
