@@ -1,15 +1,17 @@
 //! What fetching ahead brings, on [traces](super::trace) of the workloads: the pager's own streams, and
-//! beside them pages that left together with the one that is missed.
+//! beside them pages that left together with the one that is missed, as the pager does it and otherwise.
 //!
 //! | column | is fetched behind a miss |
 //! |---|---|
 //! | `streams` | the window of the stream that it is in, or its neighbour where neighbours were next lately, as the pager does |
-//! | `run of 8` | also up to 8 pages of the run that it had left in: its neighbours, those next to it first |
+//! | `pager` | also the pages of its block that it had left with, where no stream explains the miss and as long as that pays: all that the pager does |
+//! | `run of 8` | also, for each miss, up to 8 pages of the run that it had left in: its neighbours, those next to it first |
 //! | `8 in order` | also the next 8 pages that left after it, of this run or later ones |
 //!
 //! A page that is fetched so comes at once, takes room as any other, and is judged when it leaves again: it
 //! was used meanwhile or it was not.
 
+use outram_backend::engine::policy::{Policy, ThreeQueues};
 use outram_backend::engine::prefetch::Prefetch;
 use outram_backend::engine::{PageIndex, PageRun};
 
@@ -45,17 +47,18 @@ pub struct Ahead {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Group {
     None,
+    /// Those that the pager takes, as long as that pays.
+    Pager,
     OfRun(u32),
     InOrder(u32),
 }
 
 /// The columns.
-const KINDS: [(&str, Group); 5] = [
+const KINDS: [(&str, Group); 4] = [
     ("streams", Group::None),
+    ("pager", Group::Pager),
     ("run of 8", Group::OfRun(8)),
-    ("run of 16", Group::OfRun(16)),
     ("8 in order", Group::InOrder(8)),
-    ("16 in order", Group::InOrder(16)),
 ];
 
 /// What is fetched ahead of a workload, and what becomes of it.
@@ -128,18 +131,24 @@ impl Foresight {
     }
 
     /// What to fetch behind a page that is missed, in this order; some of it may be there.
-    pub fn behind(&mut self, page: u32) -> Vec<(PageIndex, Reason)> {
+    pub fn behind(&mut self, page: u32, policy: &mut ThreeQueues) -> Vec<(PageIndex, Reason)> {
         let Some(streams) = &mut self.streams else {
             return Vec::new();
         };
         if self.places[page as usize].is_none() {
             return Vec::new();
         }
-        let window = streams.note(PageIndex(page)).next;
-        let window = window.into_iter().flat_map(|window| window.pages());
+        let noted = streams.note(PageIndex(page));
+        let mut behind = Vec::new();
+        if self.group == Group::Pager && noted.is_single {
+            let together = policy.left_with(PageIndex(page));
+            streams.note_together(PageIndex(page), together.behind(PageIndex(page)));
+            behind.extend(together.pages().map(|next| (next, Reason::Together)));
+        }
+        let window = noted.next.into_iter().flat_map(|window| window.pages());
         let pages = self.places.len();
         let window = window.take_while(|next| (next.0 as usize) < pages);
-        let mut behind: Vec<_> = window.map(|next| (next, Reason::Stream)).collect();
+        behind.extend(window.map(|next| (next, Reason::Stream)));
         let together = self.together(page).into_iter();
         behind.extend(together.map(|next| (PageIndex(next), Reason::Together)));
         behind
@@ -150,7 +159,7 @@ impl Foresight {
             return Vec::new();
         };
         match self.group {
-            Group::None => Vec::new(),
+            Group::None | Group::Pager => Vec::new(),
             Group::OfRun(most) => {
                 let of_run = |next: &u32| self.places[*next as usize].is_some_and(|of| of.1 == run);
                 let end = self.places.len() as u32;

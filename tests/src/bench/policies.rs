@@ -20,7 +20,7 @@ use outram_backend::engine::policy::{Arrival, Policy, ThreeQueues};
 use outram_backend::engine::{PageIndex, PageRun, PageSize};
 use outram_wire::limits::Sizes;
 
-use super::foresight::Foresight;
+use super::foresight::{Foresight, Reason};
 use super::trace::Trace;
 
 /// How many more misses it takes until a run that left is on the servers, and its staging is free: it
@@ -302,9 +302,9 @@ impl Outram {
         }
     }
 
-    /// Fetches what is expected behind a page, as far as there is room.
-    fn fetch_behind(&mut self, page: u32) {
-        for (next, reason) in self.foresight.behind(page) {
+    /// Fetches what is expected, as far as there is room.
+    fn fetch_behind(&mut self, behind: Vec<(PageIndex, Reason)>) {
+        for (next, reason) in behind {
             let place = self.places[next.0 as usize];
             if !matches!(place, Place::Remote | Place::Spare) || !self.foresight.has_left(next) {
                 continue;
@@ -386,13 +386,15 @@ impl Cache for Outram {
             }
             _ => Arrival::New,
         };
+        // As the pager does it: what comes out of staging is no miss, but goes on with a stream.
+        let behind = match place {
+            Place::Remote | Place::Spare => self.foresight.behind(page, &mut self.policy),
+            _ => Vec::new(),
+        };
         self.places[page as usize] = Place::Resident;
         self.policy.arrived(PageIndex(page), arrival);
         self.make_room();
-        // As the pager does it: what comes out of staging is no miss, but goes on with a stream.
-        if matches!(place, Place::Remote | Place::Spare) {
-            self.fetch_behind(page);
-        }
+        self.fetch_behind(behind);
         matches!(place, Place::Staged | Place::Spare)
     }
 }

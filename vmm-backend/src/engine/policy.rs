@@ -2,12 +2,15 @@
 
 mod queue;
 mod returns;
+mod together;
 
 use std::sync::Arc;
 
 use queue::Queue;
 use returns::{KINDS, YOUNG_SHARE};
 pub use returns::{Kind, Returns};
+pub use together::{BLOCK, Together};
+use together::{Reunions, Sample};
 
 use super::pace::block_of;
 use super::{PageIndex, PageRun};
@@ -27,6 +30,9 @@ pub trait Policy: Send {
     fn arrived(&mut self, page: PageIndex, arrival: Arrival);
     /// A page is no longer there for another reason than being chosen.
     fn departed(&mut self, page: PageIndex);
+    /// The pages of its block that left together with one which somebody waits for, where they are likely to be wanted
+    /// as well; [`BLOCK`] says how large one is.
+    fn left_with(&mut self, page: PageIndex) -> Together;
     /// The kind of page that should go next, in any shard; `None` where there is no page.
     fn due(&self) -> Option<Kind>;
     /// The number of the arrival of the page of a kind that would go next, with bits of other meaning below
@@ -66,6 +72,7 @@ pub struct ThreeQueues {
     returns: Arc<Returns>,
     /// By kind.
     queues: [Queue; KINDS],
+    reunions: Reunions,
 }
 
 /// Of a page's mark: it is here.
@@ -87,6 +94,11 @@ const ALONG_ARRIVALS: u32 = 64;
 /// and how many may be in any case.
 const STALE_SHARE: usize = 4;
 const STALE_FEW: usize = 8;
+
+/// The number of an arrival, or of when a page left.
+fn number(mark: u32) -> u32 {
+    mark & !(IS_HERE | KIND)
+}
 
 fn is_here(mark: u32) -> bool {
     mark & IS_HERE != 0
@@ -113,6 +125,7 @@ impl ThreeQueues {
             present: [0; KINDS],
             returns,
             queues: Default::default(),
+            reunions: Reunions::default(),
         }
     }
 
@@ -167,7 +180,6 @@ impl ThreeQueues {
     /// Whether a neighbour is old enough to go along with a page that arrived at `oldest`: in the
     /// older quarter of what came since.
     fn goes_along(&self, page: PageIndex, oldest: u32) -> bool {
-        let number = |mark: u32| mark & !(IS_HERE | KIND);
         let (mark, oldest) = (self.mark(page), number(oldest));
         let span = self.returns.now().wrapping_sub(oldest);
         let younger = number(mark).wrapping_sub(oldest);
@@ -247,6 +259,30 @@ impl Policy for ThreeQueues {
         self.queue(kind).push_back(page, mark);
         self.settle();
         self.tidy();
+        if Reunions::samples(page) {
+            self.reunions.note_arrived(page, self.present());
+        }
+    }
+
+    fn left_with(&mut self, page: PageIndex) -> Together {
+        let left = self.mark(page);
+        if left == 0 || is_here(left) {
+            return Together::NONE;
+        }
+        let together = Together::with(page, |other| {
+            let mark = self.in_range(other.0).then(|| self.mark(other));
+            mark.is_some_and(|mark| mark != 0 && !is_here(mark) && number(mark) == number(left))
+        });
+        if Reunions::samples(page) {
+            if let Some(mate) = together.pages().next() {
+                self.reunions.watch(mate, Sample::Mate);
+            }
+            return Together::NONE;
+        }
+        match self.reunions.pay() {
+            true => together,
+            false => Together::NONE,
+        }
     }
 
     fn departed(&mut self, page: PageIndex) {
@@ -300,8 +336,19 @@ impl Policy for ThreeQueues {
             };
             self.set_mark(page, now | kind as u32);
             self.returns.note_evicted(kind);
+            if page.0.is_multiple_of(BLOCK) && Reunions::samples(page) {
+                self.reunions.watch(page, Sample::Any);
+            }
         }
         Some(run)
+    }
+}
+
+#[cfg(test)]
+impl ThreeQueues {
+    /// As after pages that left together came back together for long.
+    pub(super) fn trust_reunions(&mut self) {
+        self.reunions = Reunions::proven();
     }
 }
 
@@ -347,6 +394,69 @@ mod tests {
             Some(PageRun::single(PageIndex(500)))
         );
         assert_eq!(choose(&mut policy, 64, 1, &mut |_| true), None);
+    }
+
+    /// The first blocks that are, or are not, of the sample.
+    fn blocks(of_sample: bool) -> impl Iterator<Item = u32> {
+        let starts = (104..).step_by(BLOCK as usize);
+        starts.filter(move |start| Reunions::samples(PageIndex(*start)) == of_sample)
+    }
+
+    /// Has pages come and leave, all by one run.
+    fn leave(policy: &mut ThreeQueues, pages: std::ops::Range<u32>) {
+        for page in pages.clone() {
+            policy.arrived(PageIndex(page), Arrival::New);
+        }
+        let run = choose(policy, 64, 1, &mut |page| pages.contains(&page.0));
+        assert_eq!(run.map(|run| run.count), Some(pages.len() as u32));
+    }
+
+    #[test]
+    fn what_left_with_a_page_and_is_not_back_is_named_where_that_pays() {
+        let mut policy = policy(10_000);
+        let start = blocks(false).next().expect("most are not");
+        leave(&mut policy, start..start + 6);
+        // This one left by itself.
+        leave(&mut policy, start + 7..start + 8);
+        let named = |policy: &mut ThreeQueues, page: u32| {
+            let pages = policy.left_with(PageIndex(page)).pages();
+            pages.map(|page| page.0 - start).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            named(&mut policy, start + 2),
+            [0; 0],
+            "nothing is known yet"
+        );
+        policy.trust_reunions();
+        assert_eq!(named(&mut policy, start + 2), [0, 1, 3, 4, 5]);
+        policy.arrived(PageIndex(start + 2), Arrival::New);
+        assert_eq!(named(&mut policy, start + 3), [0, 1, 4, 5]);
+        policy.departed(PageIndex(start + 4));
+        assert_eq!(named(&mut policy, start + 3), [0, 1, 5]);
+        assert_eq!(named(&mut policy, start + 7), [0; 0]);
+        assert_eq!(named(&mut policy, start + 6), [0; 0], "it never came");
+        assert_eq!(named(&mut policy, start + 2), [0; 0], "it is here");
+    }
+
+    #[test]
+    fn nothing_comes_along_in_the_sample_and_what_becomes_of_it_is_seen() {
+        let mut policy = policy(1_000_000);
+        policy.trust_reunions();
+        for round in 0..3 {
+            // What is here, so that soon is a while.
+            for other in 0..4_000 {
+                policy.arrived(PageIndex(500_000 + round * 4_000 + other), Arrival::New);
+            }
+            let starts: Vec<u32> = blocks(true).skip(round as usize * 200).take(200).collect();
+            for start in &starts {
+                leave(&mut policy, *start..start + BLOCK);
+            }
+            for start in starts {
+                assert!(policy.left_with(PageIndex(start)).is_empty());
+                policy.arrived(PageIndex(start), Arrival::New);
+            }
+        }
+        assert!(!policy.reunions.pay(), "none but one of each block came");
     }
 
     #[test]

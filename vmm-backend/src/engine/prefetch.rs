@@ -11,6 +11,10 @@
 //! that fits no stream its neighbour is fetched, as long as neighbours were next often enough lately. Some of these
 //! faults bring nothing: they show how often that is.
 //!
+//! Nor does a fault that fits no stream say more where others know what to fetch with its page
+//! ([`policy`](super::policy) does, of pages that left together): it is told what of that lies behind the page, and
+//! whoever faults behind that may go through memory in order.
+//!
 //! The windows are the kernel's readahead's; streams that are told apart by where they are, and strides,
 //! are those of hardware prefetchers. Leap (Al Maruf and Chowdhury, ATC 2020) votes on strides over
 //! all faults instead, which interleaved streams of different strides defeat.
@@ -74,6 +78,20 @@ pub struct Noted {
     pub next: Option<Window>,
     /// That is its neighbour, which may come by the same request.
     pub is_pair: bool,
+    /// It fits no stream that says what comes next.
+    pub is_single: bool,
+}
+
+/// Why there is a window.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Reason {
+    /// It lies where a stream goes.
+    #[default]
+    Stream,
+    /// It is the neighbour of a fault that fitted no stream.
+    Neighbour,
+    /// It is what was fetched with the page of such a fault, for other reasons.
+    Together,
 }
 
 /// Where the guest goes through its memory in order.
@@ -87,8 +105,8 @@ struct Stream {
     proven: u32,
     /// Pages of the last window; 0 before the first.
     window: u32,
-    /// The window is the neighbour of a single fault.
-    is_pair: bool,
+    /// Why there is that.
+    reason: Reason,
     /// When it last went on, by the count of faults; 0 is never used.
     used: u64,
 }
@@ -192,13 +210,16 @@ impl Prefetch {
                 last: page,
                 stride: i64::from(is_pair),
                 window: u32::from(is_pair),
-                is_pair,
+                reason: match is_pair {
+                    true => Reason::Neighbour,
+                    false => Reason::Stream,
+                },
                 used: self.faults,
                 ..Stream::default()
             },
         );
         let next = is_pair.then(|| stream.window_of(1, granule));
-        if before.window > 0 && !before.is_pair {
+        if before.window > 0 && before.reason == Reason::Stream {
             self.doubt = (self.doubt + 1).min(DOUBT_MOST);
         }
         if before.is_lone() {
@@ -208,6 +229,19 @@ impl Prefetch {
             passed: None,
             next,
             is_pair,
+            is_single: true,
+        }
+    }
+
+    /// Notes that with a page which was faulted on just now, and fits no stream that says what comes next, so many come
+    /// that follow it.
+    pub fn note_together(&mut self, page: PageIndex, behind: u32) {
+        let page = self.block_number(page);
+        let stream = self.streams.iter_mut().find(|stream| stream.is_at(page));
+        if let Some(stream) = stream.filter(|_| behind > 0) {
+            stream.stride = 1;
+            stream.window = behind;
+            stream.reason = Reason::Together;
         }
     }
 
@@ -226,11 +260,12 @@ impl Prefetch {
         let went_on = stream.goes_on(page);
         let passed = stream.before(page).filter(|_| went_on);
         let passed = passed.map(|count| stream.window_of(count, granule));
-        if went_on && stream.window > 0 {
+        let reason = std::mem::take(&mut stream.reason);
+        if went_on && stream.window > 0 && reason != Reason::Together {
             self.doubt = doubt.saturating_sub(1);
             stream.window = (stream.window * 2).min(most);
         } else {
-            if stream.window > 0 && !stream.is_pair {
+            if stream.window > 0 && reason == Reason::Stream {
                 self.doubt = (doubt + 1).min(DOUBT_MOST);
             }
             stream.proven = if went_on { stream.proven + 1 } else { 0 };
@@ -242,13 +277,13 @@ impl Prefetch {
             let sure = stream.proven + u32::from(stream.stride.abs() == 1) > doubt;
             stream.window = if sure { FIRST_WINDOW.min(most) } else { 0 };
         }
-        stream.is_pair = false;
         stream.last = page;
         let next = (stream.window > 0).then(|| stream.window_of(stream.window, granule));
         Noted {
             passed,
             next,
             is_pair: false,
+            is_single: went_on && reason == Reason::Together && next.is_none(),
         }
     }
 }
@@ -442,6 +477,37 @@ mod tests {
         assert_eq!(behind(Some(prefetch.note(PageIndex(10)))), [0; 0]);
         assert_eq!(behind(Some(prefetch.note(PageIndex(11)))), [12, 13]);
         assert_eq!(behind(prefetch.note_caught_up(PageIndex(12))), [0; 0]);
+    }
+
+    #[test]
+    fn a_fault_behind_what_came_with_a_single_one_may_begin_a_stream() {
+        let mut prefetch = Prefetch::new(MOST, 1);
+        let noted = prefetch.note(PageIndex(80));
+        assert!(noted.is_single && noted.next.is_none());
+        prefetch.note_together(PageIndex(80), 7);
+        let noted = prefetch.note(PageIndex(88));
+        assert!(!noted.is_single);
+        let window = noted.next.expect("it goes on");
+        assert_eq!(window.pages().count(), FIRST_WINDOW as usize);
+        assert_eq!(window.pages().next(), Some(PageIndex(89)));
+        // Where streams end early, a single fault in the next block says nothing more.
+        let mut prefetch = Prefetch::new(MOST, 1);
+        walk(&mut prefetch, pairs(2));
+        for block in 0..4 {
+            let page = PageIndex(2_000_000 + 8 * block);
+            let noted = prefetch.note(page);
+            assert!(
+                noted.is_single && noted.next.is_none(),
+                "{block}: {noted:?}"
+            );
+            prefetch.note_together(page, 7);
+        }
+        // No wrong window it was, either.
+        let doubt = prefetch.doubt;
+        for place in 0..STREAMS as u32 {
+            prefetch.note(PageIndex(3_000_000 + 1000 * place));
+        }
+        assert_eq!(prefetch.doubt, doubt);
     }
 
     #[test]

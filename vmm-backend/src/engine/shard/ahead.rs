@@ -74,6 +74,16 @@ impl<P: Ports> Shard<P> {
                 return;
             }
         }
+        if noted.is_single && granule == 1 && !self.shared.page_size.is_huge() {
+            // Before the page itself is here: what left with it is not known after that.
+            let together = self.policy.left_with(page);
+            self.prefetch.note_together(page, together.behind(page));
+            for next in together.pages().filter(|next| part.contains(*next)) {
+                if self.fetch_unasked(next, false).is_break() {
+                    return;
+                }
+            }
+        }
         let behind = noted.next.into_iter().flat_map(Window::pages);
         for next in behind.take_while(|next| part.contains(*next)) {
             if self.fetch_unasked(next, true).is_break() {

@@ -1,6 +1,7 @@
 //! Pages fetched before anybody asks for them.
 
 use super::bench::*;
+use crate::engine::policy::ThreeQueues;
 use crate::engine::table::State;
 use crate::engine::{PageIndex, PinId};
 
@@ -72,6 +73,54 @@ fn a_neighbour_is_asked_for_by_the_same_request_where_neighbours_were_next() {
     );
     let asked: Vec<bool> = alone.map(&mut asked_with_next).collect();
     assert_eq!(asked, [false; 2]);
+}
+
+#[test]
+fn what_left_together_is_fetched_together_where_that_pays() {
+    const APART: u32 = 48;
+    let mut bench = Bench::of_many(20 * APART);
+    let places = (0..20).map(|place| place * APART);
+    let mut with = |pays: bool| {
+        let mut policy = ThreeQueues::new(bench.shard.range(), bench.shared.ages.returns());
+        if pays {
+            policy.trust_reunions();
+        }
+        bench.shard.policy = Box::new(policy);
+        places
+            .clone()
+            .map(|first| {
+                for page in first..first + 4 {
+                    bench.touch(page, page as u8);
+                }
+                bench.evict_all();
+                for _ in first..first + 4 {
+                    let write = bench.start_write();
+                    bench.end_write(write);
+                }
+                bench.fault(first + 2, READ);
+                let asked = asked(&mut bench);
+                bench.answer_all();
+                for page in first..first + 4 {
+                    bench.fault(page, READ);
+                    bench.answer_all();
+                    assert_eq!(bench.read(page), Some(bytes(page as u8)));
+                    bench.remove(page);
+                }
+                asked
+                    .into_iter()
+                    .map(|(page, ahead)| (page - first, ahead))
+                    .collect::<Vec<_>>()
+            })
+            .collect::<Vec<_>>()
+    };
+    assert!(with(false).iter().all(|asked| *asked == [(2, false)]));
+    let asked = with(true);
+    let all = [(2, false), (0, true), (1, true), (3, true)];
+    let together = asked.iter().filter(|asked| **asked == all).count();
+    // But for those of the sample.
+    assert!(together >= 16, "{asked:?}");
+    let alone = asked.iter().filter(|asked| **asked == [(2, false)]).count();
+    assert_eq!(together + alone, 20, "{asked:?}");
 }
 
 #[test]
