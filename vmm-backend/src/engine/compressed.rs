@@ -299,7 +299,18 @@ impl CompressedPool {
         let mut contents = self.contents();
         // Another may have set a new number meanwhile.
         let most = self.most.load(Ordering::Relaxed) as usize;
-        (contents.chunks.len() > most).then(|| contents.drop_last())?
+        let chunk = (contents.chunks.len() > most).then(|| contents.drop_last())?;
+        // Small pages lie close together in the first chunks, so that few or none went with the last. There were no
+        // more than the index may hold before: those too many now are one chunk's at most.
+        while contents.index.count > self.most_held(contents.chunks.len()) {
+            contents.drop_oldest();
+        }
+        chunk
+    }
+
+    /// Pages that the index may hold with so many chunks.
+    fn most_held(&self, chunks: usize) -> usize {
+        chunks * self.chunk_pages as usize * HELD_PER_PAGE
     }
 
     /// Pages of memory that it takes, as they are counted.
@@ -378,8 +389,7 @@ impl CompressedPool {
 
     /// Gives a chunk back that is not needed.
     fn give_back_idle(&self, budget: &Budget) {
-        let most_held = self.chunk_pages as usize * HELD_PER_PAGE;
-        let chunk = self.contents().take_idle(most_held);
+        let chunk = self.contents().take_idle(self.most_held(1));
         if chunk.is_some() {
             // The host's first, as others may take it then.
             drop(chunk);
@@ -390,7 +400,7 @@ impl CompressedPool {
     /// Sees that there is room for a page of so many bytes.
     fn makes_room(&self, contents: &mut Contents, bytes: usize, budget: &Budget) -> bool {
         loop {
-            let most_held = contents.chunks.len() * self.chunk_pages as usize * HELD_PER_PAGE;
+            let most_held = self.most_held(contents.chunks.len());
             let has_blocks = contents.free >= bytes.div_ceil(BLOCK_BYTES);
             if has_blocks && contents.index.count < most_held {
                 return true;
@@ -857,6 +867,31 @@ mod tests {
     }
 
     #[test]
+    fn the_index_shrinks_with_each_chunk_that_is_given_up() {
+        let pool = pool(6);
+        let bytes = page_of(10, 1);
+        // They lie in the first two chunks, of 16 blocks each.
+        for page in 0..6 * HELD_PER_PAGE as u32 {
+            offer(&pool, page, FIRST, &bytes);
+        }
+        pool.0.most.store(3, Ordering::Relaxed);
+        for left in (3..6).rev() {
+            let before = pool.0.held_pages();
+            assert!(pool.0.take_surplus().is_some());
+            let held = pool.0.held_pages();
+            assert_eq!(held, left * HELD_PER_PAGE as u64);
+            assert_eq!(before - held, HELD_PER_PAGE as u64, "one chunk's at a time");
+        }
+        pool.0.set_capacity(2, &pool.1);
+        assert!(pool.0.held_pages() <= HELD_PER_PAGE as u64);
+        // What comes next drops no more than it would otherwise.
+        for page in 30..40 {
+            offer(&pool, page, FIRST, &bytes);
+        }
+        assert_eq!(pool.0.held_pages(), HELD_PER_PAGE as u64);
+    }
+
+    #[test]
     fn an_earlier_content_is_not_found_and_is_forgotten() {
         let pool = pool(2);
         offer(&pool, 1, FIRST, &page_of(10, 1));
@@ -944,7 +979,8 @@ mod tests {
                 }
                 prop_assert_eq!(pool.0.taken_pages(), pool.1.used());
                 prop_assert!(pool.1.used() <= allowed);
-                prop_assert!(pool.0.held_pages() <= 4 * 4);
+                // A chunk counts as two pages, and is one.
+                prop_assert!(pool.0.held_pages() <= allowed / 2 * HELD_PER_PAGE as u64);
             }
         }
     }
