@@ -16,7 +16,7 @@ const MOVES_SHARE: usize = 8;
 const LEFT_SHARE: usize = 4;
 
 /// Entries looked at in one go: some 100 µs, so that no fault waits long.
-const LOOKS: u32 = 4096;
+pub(super) const LOOKS: u32 = 4096;
 
 /// Pages that are looked for by one pass over the shard, in whole slabs, but at least one of these: eight of the
 /// usual ones. They are noted, some 16 bytes each. Fewer would take more passes where a server wants much back, more
@@ -39,6 +39,8 @@ pub(super) struct Search {
     is_due: bool,
     /// Arrivals of servers within reach that the last pass knew of.
     arrivals: u64,
+    /// More of what was found is to be looked at than was in one go.
+    is_cut_short: bool,
 }
 
 impl Search {
@@ -51,6 +53,7 @@ impl Search {
             searched: HashSet::default(),
             is_due: false,
             arrivals: 0,
+            is_cut_short: false,
         }
     }
 }
@@ -68,7 +71,8 @@ impl<P: Ports> Shard<P> {
 
     /// Whether [`Shard::pump`] has more to look at, though no event may come.
     pub fn has_more_to_vacate(&self) -> bool {
-        self.search.next.is_some() || (self.search.is_due && self.to_move.is_empty())
+        let search = &self.search;
+        search.next.is_some() || search.is_cut_short || (search.is_due && self.to_move.is_empty())
     }
 
     /// Looks at some more pages for those that are to move, once all that were found before do.
@@ -187,9 +191,15 @@ impl<P: Ports> Shard<P> {
             0 => MOVES_MOST,
             capacity => (capacity / MOVES_SHARE).clamp(1, MOVES_MOST),
         };
+        let mut dropped = 0;
+        self.search.is_cut_short = false;
         while self.moving.len() < most
             && let Some(page) = self.to_move.first().copied()
         {
+            if dropped == LOOKS {
+                self.search.is_cut_short = true;
+                return;
+            }
             let entry = self.shared.table.load(page);
             let slot = self
                 .vacating_slot(page)
@@ -197,12 +207,14 @@ impl<P: Ports> Shard<P> {
             // Whoever waits for the page already brings it home, and its slot is dropped then.
             let Some(slot) = slot.filter(|_| !self.pending.contains_key(&page)) else {
                 self.to_move.remove(&page);
+                dropped += 1;
                 continue;
             };
             // It is looked for once more when its server is back, and holds up no others until then.
             if !self.is_near(page) {
                 self.to_move.remove(&page);
                 self.search.searched.remove(&slot.group);
+                dropped += 1;
                 continue;
             }
             // A guest that may have all of its memory here has no staging: there the page comes home. A huge one may

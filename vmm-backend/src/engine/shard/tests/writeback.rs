@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::bench::*;
 use crate::engine::PageIndex;
+use crate::engine::shard::moving::LOOKS;
 use crate::engine::slots::{SlabRef, SlotPool};
 use crate::engine::stats::FaultKind;
 use crate::engine::table::State;
@@ -431,6 +432,47 @@ fn what_moves_holds_nothing_while_its_server_is_out_of_reach() {
     assert_eq!(bench.state(7), State::Stored, "the answer comes too late");
     bench.answer(1);
     assert_eq!(bench.state(7), State::Staged);
+    assert_eq!(bench.shared.slots.drain_releasable(), [SLAB]);
+}
+
+#[test]
+fn pages_that_do_not_move_after_all_are_looked_at_a_few_at_a_time() {
+    const STORED: u32 = 2 * LOOKS + 64;
+    let mut bench = Bench::of_many(STORED);
+    bench.lose_slab();
+    bench.shared.slots.add_slab(SLAB, STORED);
+    for page in 0..STORED {
+        bench.store_remotely(page, 1);
+    }
+    bench.vacate_without_room();
+    while bench.shard.has_more_to_vacate() {
+        bench.shard.pump();
+    }
+    assert_eq!(bench.shard.to_move.len(), STORED as usize);
+    bench.shared.slots.set_connected(0, false);
+    for left in [LOOKS + 64, 64] {
+        bench.shard.pump();
+        assert_eq!(bench.shard.to_move.len(), left as usize);
+        assert!(bench.shard.has_more_to_vacate(), "no event comes");
+    }
+    while bench.shard.has_more_to_vacate() {
+        bench.shard.pump();
+    }
+    assert!(bench.shard.to_move.is_empty());
+    // All of them move when the server is back.
+    bench.shared.slots.set_connected(0, true);
+    bench.lease(1, STORED);
+    for _ in 0..STORED {
+        bench.shard.pump();
+        while !bench.world().fetches.is_empty() {
+            bench.answer(1);
+        }
+        while !bench.world().orders.is_empty() {
+            let write = bench.start_write();
+            bench.end_write(write);
+        }
+        bench.shared.let_pages_move(0, &|_| true);
+    }
     assert_eq!(bench.shared.slots.drain_releasable(), [SLAB]);
 }
 
