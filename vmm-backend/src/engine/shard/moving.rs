@@ -24,18 +24,24 @@ pub(super) const LOOKS: u32 = 4096;
 const PASS_PAGES: u64 = 1 << 17;
 
 /// The search for pages that lie in slabs which their servers want back: a few slabs by each pass over the shard, so
-/// that these are empty soon, and what is known of pages takes little memory.
+/// that these are empty soon, and what is known of pages takes little memory. Pages in memory that keep a slot there
+/// give it up at once, whichever slab it is in: that takes neither notes nor room elsewhere, and waits for no move.
 #[derive(Debug)]
 pub(super) struct Search {
     /// How many pages a pass looks for: [`PASS_PAGES`].
     pub(super) most: u64,
-    /// Groups of slabs whose pages are looked for by this pass.
+    /// Groups of slabs whose stored pages are looked for by this pass.
     groups: HashSet<u32>,
+    /// Those in which pages in memory keep no slot any more, once this pass has ended.
+    unkept: HashSet<u32>,
     /// Where it goes on; nowhere between two passes.
     next: Option<PageIndex>,
-    /// Groups whose pages need not be looked for any more, all of which were wanted back when the last pass began.
+    /// Groups whose stored pages need not be looked for any more, all of which were wanted back when the last pass
+    /// began.
     searched: HashSet<u32>,
-    /// There may be groups that are to be looked for.
+    /// More were wanted back since the last pass began.
+    is_asked: bool,
+    /// There may be groups that are to be looked for, once all that were found before have moved.
     is_due: bool,
     /// Arrivals of servers within reach that the last pass knew of.
     arrivals: u64,
@@ -49,12 +55,31 @@ impl Search {
         Self {
             most: PASS_PAGES,
             groups: HashSet::default(),
+            unkept: HashSet::default(),
             next: None,
             searched: HashSet::default(),
+            is_asked: false,
             is_due: false,
             arrivals: 0,
             is_cut_short: false,
         }
+    }
+
+    /// Chooses the groups whose stored pages this pass looks for, of those that are wanted back and how many pages
+    /// lie in each.
+    fn choose(&mut self, wanted: &[(u32, u32)]) {
+        let mut pages = 0;
+        for (group, used) in wanted {
+            if self.searched.contains(group) {
+                continue;
+            }
+            pages += u64::from(*used);
+            if pages > self.most && !self.groups.is_empty() {
+                break;
+            }
+            self.groups.insert(*group);
+        }
+        self.searched.extend(&self.groups);
     }
 }
 
@@ -66,20 +91,25 @@ impl<P: Ports> Shard<P> {
 
     /// Slabs are wanted back. Nothing new is placed in them already.
     pub fn on_vacate(&mut self) {
-        self.search.is_due = true;
+        self.search.is_asked = true;
     }
 
     /// Whether [`Shard::pump`] has more to look at, though no event may come.
     pub fn has_more_to_vacate(&self) -> bool {
         let search = &self.search;
-        search.next.is_some() || search.is_cut_short || (search.is_due && self.to_move.is_empty())
+        search.next.is_some()
+            || search.is_cut_short
+            || search.is_asked
+            || (search.is_due && self.to_move.is_empty())
     }
 
-    /// Looks at some more pages for those that are to move, once all that were found before do.
+    /// Looks at some more pages for those that are to move, once all that were found before do, and for those that
+    /// keep a slot.
     fn look_for_moves(&mut self) {
-        let has_come = self.search.arrivals != self.shared.slots.arrivals();
-        if self.search.next.is_none() && self.to_move.is_empty() && (self.search.is_due || has_come)
-        {
+        let search = &self.search;
+        let has_come = search.arrivals != self.shared.slots.arrivals();
+        let is_due = search.is_due && self.to_move.is_empty();
+        if search.next.is_none() && (search.is_asked || has_come || is_due) {
             self.begin_pass();
         }
         for _ in 0..LOOKS {
@@ -92,45 +122,38 @@ impl<P: Ports> Shard<P> {
         }
     }
 
-    /// Chooses the slabs whose pages are looked for next, of those that servers within reach want back.
+    /// Chooses the slabs whose pages are looked for next, of those that servers within reach want back: none whose
+    /// stored pages are, while others are still to move.
     fn begin_pass(&mut self) {
         let search = &mut self.search;
+        search.is_asked = false;
         // Before the servers are looked at: who comes meanwhile is looked at once more.
         search.arrivals = self.shared.slots.arrivals();
         search.groups.clear();
         let wanted = self.shared.slots.vacating_within_reach();
-        let is_wanted = |group: &u32| {
-            wanted
-                .binary_search_by_key(group, |(number, _)| *number)
-                .is_ok()
-        };
-        search.searched.retain(is_wanted);
-        let mut pages = 0;
-        for (group, used) in wanted {
-            if search.searched.contains(&group) {
-                continue;
-            }
-            pages += u64::from(used);
-            if pages > search.most && !search.groups.is_empty() {
-                break;
-            }
-            search.groups.insert(group);
+        let groups: HashSet<u32> = wanted.iter().map(|(group, _)| *group).collect();
+        search.searched.retain(|group| groups.contains(group));
+        let has_new = !groups.is_subset(&search.unkept);
+        search.unkept = groups;
+        if self.to_move.is_empty() {
+            search.choose(&wanted);
         }
-        search.searched.extend(&search.groups);
-        search.is_due = !search.groups.is_empty();
-        search.next = search.is_due.then_some(self.range.first);
+        let is_searched = !search.groups.is_empty();
+        search.is_due = is_searched || !self.to_move.is_empty();
+        search.next = (is_searched || has_new).then_some(self.range.first);
     }
 
     /// Has a page leave its slot, if that is in one of the slabs that are looked for.
     fn vacate(&mut self, page: PageIndex) {
         let entry = self.shared.table.load(page);
-        let groups = &self.search.groups;
-        if !entry.slot.is_some_and(|slot| groups.contains(&slot.group)) {
-            return;
-        }
+        let search = &self.search;
+        let is_in = |groups: &HashSet<u32>| {
+            let slot = entry.slot;
+            slot.is_some_and(|slot| groups.contains(&slot.group))
+        };
         match entry.state {
-            State::Stored => self.move_if_vacating(page),
-            State::Resident => self.keep_as_dirty(page, entry),
+            State::Stored if is_in(&search.groups) => self.move_if_vacating(page),
+            State::Resident if is_in(&search.unkept) => self.keep_as_dirty(page, entry),
             // A run in work is looked at when it ends.
             _ => {}
         }

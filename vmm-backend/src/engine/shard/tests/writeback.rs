@@ -415,6 +415,42 @@ fn slabs_that_are_wanted_back_are_emptied_one_after_the_other() {
 }
 
 #[test]
+fn slots_that_pages_in_memory_keep_are_given_back_though_nothing_may_move() {
+    let mut shared = Arc::into_inner(shared(100, 32)).expect("nobody else has it");
+    shared.slots = SlotPool::new(1);
+    shared.slots.set_connected(0, true);
+    shared.slots.set_keep_allowance(8);
+    let mut bench = Bench::of(0, &Arc::new(shared));
+    let slabs = [0, 1, 2].map(|slab| SlabRef { slab, ..SLAB });
+    for (slab, page) in slabs.iter().zip([7, 30, 50]) {
+        bench.shared.slots.add_slab(*slab, 1);
+        bench.store_remotely(page, page as u8);
+    }
+    for page in [30, 50] {
+        bench.fault(page, READ);
+        bench.answer(page as u8);
+        assert!(bench.entry(page).slot.is_some(), "kept");
+    }
+    bench.shard.search.most = 1;
+    let mut ask_back = |slabs: &[SlabRef]| {
+        for slab in slabs {
+            assert!(bench.shared.slots.vacate(*slab).is_some(), "not empty");
+        }
+        bench.shard.on_vacate();
+        while bench.shard.has_more_to_vacate() {
+            bench.shard.pump();
+        }
+        bench.shared.slots.drain_releasable()
+    };
+    assert_eq!(ask_back(&slabs[..2]), slabs[1..2]);
+    // Also where it is asked for while others wait.
+    assert_eq!(ask_back(&slabs[2..]), slabs[2..]);
+    assert_eq!((bench.shard.moves(), bench.state(7)), (0, State::Stored));
+    let kept = [30, 50].map(|page| (bench.state(page), bench.entry(page).slot));
+    assert_eq!(kept, [(State::Resident, None); 2]);
+}
+
+#[test]
 fn what_moves_holds_nothing_while_its_server_is_out_of_reach() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
