@@ -698,8 +698,8 @@ impl Pager {
     }
 }
 
-/// Watches a region. Returns what is there of it: from here on no page comes into being without our
-/// doing.
+/// Watches a region of which nothing has left memory yet: where this fails, the guest goes on without us. Returns what
+/// is there of it: from here on no page comes into being without our doing.
 pub(super) fn watch(uffd: &Uffd, ram: &GuestRam, region: &Region) -> std::io::Result<Vec<PageRun>> {
     let (start, length) = region.address_range();
     uffd.register(start, length)?;

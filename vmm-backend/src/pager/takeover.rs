@@ -34,7 +34,7 @@ use outram_wire::units::{PageSize, VmId};
 
 use super::guest_ram::GuestRam;
 use super::inbox::Inbox;
-use super::plugging::{Hindrances, Plugging, watch};
+use super::plugging::{Hindrances, Plugging};
 use super::record::{BlockRecord, Record, Records};
 use super::state_dir::{StagingArea, StateDir, StateError, written_pages};
 use super::uffd::Uffd;
@@ -443,7 +443,10 @@ fn recover_range(
     let mut staged = Vec::new();
     let regions = ram.regions().into_iter();
     for region in regions.filter(|region| range.contains(region.pages.first)) {
-        let populated = watch(uffd, ram, &region)?;
+        let (start, length) = region.address_range();
+        uffd.register(start, length)?;
+        // It stays registered where this fails: the guest would read zeros in place of pages that lie elsewhere.
+        let populated = ram.populated(&region)?;
         crash_points::pass(Point::RecoverWatched);
         for page in populated.iter().flat_map(|run| run.pages()) {
             recover_page(shared, page, true, staging);
@@ -520,7 +523,7 @@ mod tests {
     use super::*;
     use crate::engine::shard::tests::bench;
     use crate::engine::table::Entry;
-    use crate::engine::{Generation, SlotId};
+    use crate::engine::{Generation, Install, SlotId};
     use crate::pager::guest_ram::table_pages;
 
     const BYTES: u64 = 8 << 20;
@@ -538,6 +541,26 @@ mod tests {
         Arc::new(Uffd::adopt(fd, PageSize::BASE).expect("the handshake"))
     }
 
+    /// What userfaultfds are made by, if it may be opened.
+    fn device() -> Option<File> {
+        let mut options = OpenOptions::new();
+        let device = options.write(true).read(true).open("/dev/userfaultfd");
+        device.ok()
+    }
+
+    /// A block of memory that is mapped here.
+    fn block(memfd: File, mapping: &MmapRegion) -> RamBlock {
+        RamBlock {
+            name: "ram".into(),
+            id: MemfdId::of(&memfd).expect("it is open"),
+            memfd,
+            file_offset: 0,
+            hva: mapping.as_ptr() as u64,
+            length: BYTES,
+            huge_page_bytes: None,
+        }
+    }
+
     /// A memory file whose pages of these numbers are there, mapped here.
     fn memory(present: &[u64]) -> (File, MmapRegion) {
         let flags = rustix::fs::MemfdFlags::CLOEXEC;
@@ -553,11 +576,7 @@ mod tests {
 
     #[test]
     fn every_shard_recovers_what_is_its_own_and_staging_keeps_what_pages_need() {
-        let device = OpenOptions::new()
-            .write(true)
-            .read(true)
-            .open("/dev/userfaultfd");
-        let Ok(device) = device else {
+        let Some(device) = device() else {
             return crate::skip_test("/dev/userfaultfd cannot be opened");
         };
         let pages = table_pages(BYTES, 1, 2, PageSize::BASE) as u32;
@@ -566,16 +585,7 @@ mod tests {
             GuestRam::new(pages, 2, PageSize::BASE),
             mapping.as_ptr() as u64,
         );
-        let block = RamBlock {
-            name: "ram".into(),
-            id: MemfdId::of(&memfd).expect("it is open"),
-            memfd,
-            file_offset: 0,
-            hva,
-            length: BYTES,
-            huge_page_bytes: None,
-        };
-        ram.add(block).expect("room");
+        ram.add(block(memfd, &mapping)).expect("room");
         let page = |number: u64| ram.page_at(hva + number * 4096).expect("a page of RAM");
         let mut shared = Arc::into_inner(bench::shared(1, STAGING)).expect("nobody else has it");
         shared.table = PageTable::in_memory(pages);
@@ -636,5 +646,31 @@ mod tests {
         fit_staging(&staging, 2, &recovered.staged).expect("room");
         assert_eq!(staging.kernel_bytes().expect("a file"), 3 * 4096);
         assert_eq!(staging.page(StagingSlot(6)), bytes);
+    }
+
+    #[test]
+    fn memory_stays_watched_where_what_is_there_of_it_cannot_be_told() {
+        let Some(device) = device() else {
+            return crate::skip_test("/dev/userfaultfd cannot be opened");
+        };
+        let pages = table_pages(BYTES, 1, 1, PageSize::BASE) as u32;
+        let ram = GuestRam::new(pages, 1, PageSize::BASE);
+        let (_memfd, mapping) = memory(&[]);
+        // One that cannot be searched for data.
+        let (pipe, _writer) = io::pipe().expect("a pipe");
+        let pipe = File::from(OwnedFd::from(pipe));
+        ram.add(block(pipe, &mapping)).expect("room");
+        let mut shared = Arc::into_inner(bench::shared(1, STAGING)).expect("nobody else has it");
+        shared.table = PageTable::in_memory(pages);
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
+        let staging = StateDir::open(dir.path()).create_staging(STAGING, PageSize::BASE);
+        let staging = staging.expect("a staging area");
+        // Gone before the mapping is, which would wait for its event to be read.
+        let uffds = [userfaultfd(&device)];
+        let recovered = recover_table(&shared, &ram, &uffds, &staging);
+        assert!(recovered.is_err(), "a pipe holds no memory");
+        // Zeros are made in a registered range alone.
+        let made = uffds[0].zero(mapping.as_ptr() as u64, 4096);
+        assert_eq!(made, (4096, Install::Done));
     }
 }
