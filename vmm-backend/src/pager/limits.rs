@@ -188,7 +188,10 @@ impl Pager {
         if let Some(workers) = tuning.workers
             && let Err(error) = self.evictors.set(workers)
         {
-            self.promise_less(&self.standing());
+            // Where nothing was raised, nothing is to be lowered: more may be promised on purpose.
+            if next.is_some() {
+                self.promise_less(&self.standing());
+            }
             return Err(error.into());
         }
         if let Some(next) = next {
@@ -276,9 +279,41 @@ impl Pager {
         Ok(self.promises.raise(each)?)
     }
 
-    /// Lets the servers promise no more than this needs.
+    /// Lets the servers promise no more than this needs, or than a successor does, which knows the limit as it was
+    /// last written down.
     pub(super) fn promise_less(&self, standing: &Standing) {
-        self.promises
-            .lower(standing.reserve_bytes(self.sessions.len()));
+        let recorded = lock(&self.record).limit;
+        let each = least_promise(standing, recorded, self.sessions.len());
+        self.promises.lower(each);
+    }
+}
+
+/// What each of `servers` servers has to promise, by this limit and by the one that is written down.
+fn least_promise(standing: &Standing, recorded: Limit, servers: usize) -> u64 {
+    let by = |limit| Standing { limit, ..*standing }.reserve_bytes(servers);
+    by(standing.limit).max(by(recorded))
+}
+
+#[cfg(test)]
+mod tests {
+    use outram_wire::units::PageSize;
+
+    use super::*;
+
+    #[test]
+    fn as_much_stays_promised_as_a_successor_needs_by_the_limit_that_is_written_down() {
+        let standing = |limit| Standing {
+            limit,
+            ram_bytes: 1 << 30,
+            page_size: PageSize::BASE,
+            compressed: CompressedShare::default(),
+        };
+        let [low, high] = [300, 600].map(|mib| Limit::LocalBytes(mib << 20));
+        let needed = |limit| standing(limit).reserve_bytes(2);
+        assert!(needed(low) > needed(high));
+        for (limit, recorded) in [(low, low), (low, high), (high, low)] {
+            assert_eq!(least_promise(&standing(limit), recorded, 2), needed(low));
+        }
+        assert_eq!(least_promise(&standing(high), high, 2), needed(high));
     }
 }
