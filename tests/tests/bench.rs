@@ -86,6 +86,8 @@ fn every_row_is_there() -> Result<()> {
         "copying pages",
         "wire, batched",
         "page table",
+        "helper's memory, each page more",
+        "anonymous memory of the supervisor",
         "64 pages written to a server: rate",
         "64 pages written to a server, raw socket: CPU of client",
         "64 pages read from a server, raw socket: CPU of server",

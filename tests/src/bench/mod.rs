@@ -4,6 +4,7 @@
 //! * [`floors`] measures what the kernel and the wire cost without us;
 //! * [`batches`] has the client library move pages, and a raw socket;
 //! * [`own`] measures Outram's faults, throughput and tuning;
+//! * [`helper_memory`] measures what a guest's helper costs in memory;
 //! * [`contest`] runs [`workloads`] on Outram and on the [baselines](baseline);
 //! * [`mix`] runs several of them at once, each in a guest of its own;
 //! * [`guests`] runs real programs in real guests, with and without Outram;
@@ -26,6 +27,7 @@ pub mod far_wire;
 pub mod floors;
 pub mod foresight;
 pub mod guests;
+pub mod helper_memory;
 pub mod layout;
 pub mod machine;
 pub mod mix;

@@ -13,14 +13,6 @@ use super::session::Session;
 use super::statistics::Latencies;
 use crate::small_lab::{Guest, LEAST_HUGE, PAGE};
 
-/// What a helper's memory is to stay below: so much for each page, and so much beside that.
-const HELPER_BYTES_A_PAGE: u64 = 32;
-const HELPER_BYTES: u64 = 64 << 20;
-/// Name of that bound's figure.
-pub const HELPER_ALLOWED: &str = "32 bytes a page + 64 MiB";
-/// Name of the figure that is the helper's memory by it.
-pub const HELPER_BY_ALLOWED: &str = "helper's memory ÷ (32 bytes a page + 64 MiB)";
-
 /// Name of a fault that 2 MiB come for.
 pub const HUGE_FAULT: &str = "remote fault of a huge page";
 
@@ -99,29 +91,7 @@ pub fn measure_faults(session: &mut Session, round: usize) -> Result<()> {
     squeeze_and_settle(&guest)?;
     guest.tune(mib << 20)?;
     probe_beside(session, &mut guest, round)?;
-    note_helper(session, &guest)?;
     guest.end(&[&session.server])
-}
-
-/// What the helper of a guest has used, all of whose pages have come and gone.
-fn note_helper(session: &mut Session, guest: &Guest) -> Result<()> {
-    let pages = guest.pages();
-    let status = guest.status()?;
-    let helper = (status.kernel_table_bytes + status.kernel_anon_bytes) as f64;
-    session.results.note(
-        "helper's memory, all pages in use",
-        "bytes/page",
-        helper / pages as f64,
-    );
-    let allowed = (HELPER_BYTES_A_PAGE * pages + HELPER_BYTES) as f64;
-    session
-        .results
-        .note(HELPER_BY_ALLOWED, "", helper / allowed);
-    let allowed_mib = allowed / f64::from(1 << 20);
-    session.results.note(HELPER_ALLOWED, "MiB", allowed_mib);
-    let table = status.kernel_table_bytes as f64 / pages as f64;
-    session.results.note("page table", "bytes/page", table);
-    Ok(())
 }
 
 /// All pages that may leave, at once.
@@ -153,7 +123,7 @@ fn wait_for(guest: &Guest, wanted: impl Fn(&Status) -> bool) -> Result<()> {
     Ok(())
 }
 
-fn squeeze_and_settle(guest: &Guest) -> Result<Status> {
+pub(super) fn squeeze_and_settle(guest: &Guest) -> Result<Status> {
     guest.squeeze()?;
     guest.settle()
 }
@@ -388,7 +358,7 @@ fn note_all(session: &mut Session, name: &str, latencies: &Latencies) {
 }
 
 /// Has the guest's first vCPU do something, however long it takes.
-fn command(guest: &mut Guest, action: &str, more: Value) -> Result<Value> {
+pub(super) fn command(guest: &mut Guest, action: &str, more: Value) -> Result<Value> {
     let asked = guest.send(0, action, more)?;
     let answer = guest.vmm.wait(asked, PATIENCE);
     answer.map_err(|error| error.context(guest.log()))

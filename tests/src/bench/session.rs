@@ -14,6 +14,7 @@ use super::batches;
 use super::contest::{self, Contest};
 use super::far_wire::FarWire;
 use super::floors::{self, Waiting};
+use super::helper_memory;
 use super::layout::{self, Kind, Layout};
 use super::machine::Machine;
 use super::own;
@@ -78,6 +79,7 @@ pub struct Settings {
 impl Settings {
     /// MiB that the memory server lends: enough for the largest guest, and to spare.
     pub fn lent_mib(&self) -> u64 {
+        // No guest has more than twice as much as one of these, which is half of what is lent.
         lent_mib(self.fault_mib.max(self.tune_mib).max(self.workload_mib))
     }
 }
@@ -185,6 +187,7 @@ impl Session {
             batches::measure(&mut self)?;
             own::measure_faults(&mut self, round)?;
             own::measure_huge_faults(&mut self, round)?;
+            helper_memory::measure(&mut self)?;
             own::measure_tuning(&mut self)?;
             own::measure_faults_while_tuning(&mut self, round)?;
             self.keep()?;
@@ -263,6 +266,17 @@ impl Session {
             ram_mib: &[ram_mib],
             vcpus,
             limit,
+            ..Wish::default()
+        })
+    }
+
+    /// The same, of one vCPU, whose pager has a supervisor.
+    pub fn supervised_guest(&self, ram_mib: u64, limit: u64) -> Result<Guest> {
+        self.start(&Wish {
+            ram_mib: &[ram_mib],
+            vcpus: 1,
+            limit,
+            supervised: true,
             ..Wish::default()
         })
     }
