@@ -13,6 +13,10 @@ use super::watched_memory::{Fault, PAGE_BYTES, Page, Watch, anonymous, shared};
 
 /// Pages of a range that is worked on at once.
 pub const RANGE: usize = 64;
+/// Name of the rate at which pages come over the wire by such ranges.
+pub const WIRE_READ: &str = "wire, 64 pages read";
+/// ... at which they are sent.
+pub const WIRE_WRITTEN: &str = "wire, 64 pages written";
 /// Pages that are copied to learn the machine's rate: more than a processor's caches hold.
 const COPIED_PAGES: usize = 16 << 10;
 /// How often all of them are.
@@ -186,11 +190,14 @@ fn timed(pages: usize, width: usize, call: impl Fn(usize) -> Result<()>) -> Resu
 pub struct Wire {
     /// Round trips of single pages.
     pub round_trips: Latencies,
-    /// Pages per second in batches.
-    pub pages_per_second: f64,
+    /// Pages per second that come by batches of [`RANGE`], each one request and waited for.
+    pub read_per_second: f64,
+    /// ... that are sent so.
+    pub written_per_second: f64,
 }
 
-/// Round trips and bandwidth of pages over TCP, without anything of ours on either side.
+/// Round trips and bandwidth of pages over TCP, without anything of ours on either side. The store has at least
+/// [`RANGE`] pages.
 pub fn wire(layout: &Layout, store: &Store, count: usize) -> Result<Wire> {
     let mut client = Client::connect(&store.address)?;
     let layout = layout.clone();
@@ -203,19 +210,30 @@ pub fn wire(layout: &Layout, store: &Store, count: usize) -> Result<Wire> {
             client.read(0, &mut page)?;
             round_trips.record(started.elapsed().as_nanos() as u64);
         }
-        let batch = [0; RANGE];
-        let started = Instant::now();
-        for _ in 0..(count / 16).max(1) {
-            client.read_batch(&batch, &mut page)?;
-        }
-        let batched = (count / 16).max(1) * RANGE;
+        let mut pages = vec![1; RANGE * PAGE_BYTES];
+        // Written first: what was never written is one page of zeros for all.
+        let written_per_second = per_second(count, || client.write_run(0, &pages))?;
+        let read_per_second = per_second(count, || client.read_run(0, &mut pages))?;
         Ok(Wire {
             round_trips,
-            pages_per_second: batched as f64 / started.elapsed().as_secs_f64(),
+            read_per_second,
+            written_per_second,
         })
     })
     .join()
     .expect("no panic")
+}
+
+/// Pages per second of batches, as many as take about as long as so many single pages.
+fn per_second(count: usize, mut batch: impl FnMut() -> Result<()>) -> Result<f64> {
+    let batches = (count / 16).max(1);
+    // Buffers grow at first.
+    batch()?;
+    let started = Instant::now();
+    for _ in 0..batches {
+        batch()?;
+    }
+    Ok((batches * RANGE) as f64 / started.elapsed().as_secs_f64())
 }
 
 /// Pages per second that one thread copies from memory to memory.

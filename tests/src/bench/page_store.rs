@@ -11,7 +11,7 @@
 //! One thread serves one connection after the other; blocking, in order, without checks of what is
 //! kept: nothing that could be left out is in it.
 
-use std::io::{BufRead, BufReader, BufWriter, IoSlice, Read, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -63,12 +63,12 @@ fn serve_one(stream: TcpStream, kept: &mut [u8]) -> Result<()> {
         let place = kept.get_mut(range).context("a page beyond the store")?;
         match request[0] {
             READ => {
-                writer.write_all(&[0; REPLY_BYTES])?;
                 if place.len() > PAGE_BYTES {
                     // What is large is not copied once more.
                     writer.flush()?;
-                    writer.get_mut().write_all(place)?;
+                    write_both(writer.get_mut(), &[0; REPLY_BYTES], place)?;
                 } else {
+                    writer.write_all(&[0; REPLY_BYTES])?;
                     writer.write_all(place)?;
                 }
             }
@@ -143,23 +143,20 @@ impl Client {
         self.take(&mut into.0)
     }
 
-    /// Asks for all of these pages at once, then reads them one after the other into the same place.
-    pub fn read_batch(&mut self, pages: &[usize], into: &mut Page) -> Result<()> {
-        let requests: Vec<u8> = pages
-            .iter()
-            .flat_map(|&page| request(READ, page, 1))
-            .collect();
-        self.stream.write_all(&requests)?;
-        for _ in pages {
-            self.take(&mut into.0)?;
-        }
-        Ok(())
-    }
-
+    /// A reply and its pages, by as few calls as the socket lets.
     fn take(&mut self, into: &mut [u8]) -> Result<()> {
         let mut reply = [0; REPLY_BYTES];
-        self.stream.read_exact(&mut reply)?;
-        self.stream.read_exact(into).context("reading pages")
+        let mut pieces = [IoSliceMut::new(&mut reply), IoSliceMut::new(into)];
+        let mut rest = &mut pieces[..];
+        while rest.iter().any(|piece| !piece.is_empty()) {
+            match self.stream.read_vectored(rest) {
+                Ok(0) => bail!("the page store has closed the connection"),
+                Ok(read) => IoSliceMut::advance_slices(&mut rest, read),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error).context("reading pages"),
+            }
+        }
+        Ok(())
     }
 
     /// Reads as many pages in a row as there is room for, up to [`PAGES_MAX`], by one request.
@@ -172,12 +169,7 @@ impl Client {
     /// Writes these pages in a row by one request, and waits until they are kept.
     pub fn write_run(&mut self, page: usize, from: &[u8]) -> Result<()> {
         let request = request(WRITE, page, from.len() / PAGE_BYTES);
-        let mut pieces = [IoSlice::new(&request), IoSlice::new(from)];
-        let mut rest = &mut pieces[..];
-        while !rest.is_empty() {
-            let sent = self.stream.write_vectored(rest)?;
-            IoSlice::advance_slices(&mut rest, sent);
-        }
+        write_both(&mut self.stream, &request, from).context("writing pages")?;
         self.take(&mut [])
     }
 
@@ -185,6 +177,21 @@ impl Client {
     pub fn write(&mut self, page: usize, from: &Page) -> Result<()> {
         self.write_run(page, &from.0)
     }
+}
+
+/// Writes a head and its pages, by as few calls as the socket lets.
+fn write_both(to: &mut impl Write, head: &[u8], pages: &[u8]) -> io::Result<()> {
+    let mut pieces = [IoSlice::new(head), IoSlice::new(pages)];
+    let mut rest = &mut pieces[..];
+    while !rest.is_empty() {
+        match to.write_vectored(rest) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(sent) => IoSlice::advance_slices(&mut rest, sent),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 fn request(op: u8, page: usize, pages: usize) -> [u8; REQUEST_BYTES] {
@@ -212,7 +219,7 @@ mod tests {
         client.write(3, &page).expect("kept");
         client.read(0, &mut page).expect("there");
         assert_eq!(page.0, [0; PAGE_BYTES]);
-        client.read_batch(&[0, 1, 3], &mut page).expect("there");
+        client.read(3, &mut page).expect("there");
         assert_eq!(page.0, [7; PAGE_BYTES]);
         let run: Vec<u8> = (0..2 * PAGE_BYTES).map(|at| (at % 251) as u8).collect();
         client.write_run(1, &run).expect("kept");
@@ -222,5 +229,27 @@ mod tests {
         assert_eq!(again[2 * PAGE_BYTES..], page.0);
         assert!(client.read(4, &mut page).is_err());
         assert!(server.join().expect("no panic").is_err());
+    }
+
+    /// A socket that takes few bytes at a time.
+    struct Slow(Vec<u8>);
+
+    impl Write for Slow {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let taken = bytes.len().min(3);
+            self.0.extend(&bytes[..taken]);
+            Ok(taken)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn what_a_socket_takes_in_parts_arrives_whole() {
+        let mut slow = Slow(Vec::new());
+        write_both(&mut slow, b"head", b" and pages").expect("it takes all");
+        assert_eq!(slow.0, b"head and pages");
     }
 }

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::baseline::PARTLY_LOCAL;
 use super::batches::BATCHES;
 use super::contest::OUTRAM;
+use super::floors::{WIRE_READ, WIRE_WRITTEN};
 use super::own::{FAULT_AT_REST, FAULT_MEANWHILE, HELD_AT_REST, HELD_MEANWHILE, floor_beside};
 use super::replay::{self, By, Replay};
 use super::results::Results;
@@ -161,17 +162,25 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
         of("uffd round trip, sleeping p50"),
         true,
     );
-    for what in [
-        "remote pages read in order",
-        "remote huge pages read in order",
-        "eviction of dirty huge pages",
+    for (what, rate, floor) in [
+        (
+            "remote pages read in order",
+            "remote pages read in order: rate",
+            WIRE_READ,
+        ),
+        (
+            "remote huge pages read in order",
+            "remote huge pages read in order: rate",
+            WIRE_READ,
+        ),
+        (
+            "eviction of dirty huge pages",
+            "eviction of dirty huge pages: rate",
+            WIRE_WRITTEN,
+        ),
+        ("tuning down", "tuning down", WIRE_WRITTEN),
     ] {
-        push(
-            &format!("{what} ÷ pages over the wire, batched"),
-            of(&format!("{what}: rate")),
-            of("wire, batched"),
-            false,
-        );
+        push(&format!("{what} ÷ {floor}"), of(rate), of(floor), false);
     }
     for what in BATCHES {
         push(
@@ -191,12 +200,6 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
         BY_EVICTION_FLOOR,
         of("tuning down"),
         &eviction_floor(results),
-        false,
-    );
-    push(
-        "tuning down ÷ pages over the wire, batched",
-        of("tuning down"),
-        of("wire, batched"),
         false,
     );
     for which in ["p99", "p99.9", "longest"] {
@@ -250,6 +253,28 @@ mod tests {
         assert_eq!(value(&of(&results), BY_EVICTION_FLOOR), Some(0.2));
         results.machine.is_server_beside_pager = true;
         assert_eq!(eviction_floor(&results), [2.5e5]);
+    }
+
+    #[test]
+    fn what_writes_is_divided_by_a_wire_that_is_written_to() {
+        let mut results = sample();
+        results.note(WIRE_READ, "pages/s", 1000.0);
+        results.note(WIRE_WRITTEN, "pages/s", 500.0);
+        for name in [
+            "remote pages read in order: rate",
+            "eviction of dirty huge pages: rate",
+            "tuning down",
+        ] {
+            results.note(name, "pages/s", 250.0);
+        }
+        let ratios = of(&results);
+        for (name, wanted) in [
+            ("remote pages read in order ÷ wire, 64 pages read", 0.25),
+            ("eviction of dirty huge pages ÷ wire, 64 pages written", 0.5),
+            ("tuning down ÷ wire, 64 pages written", 0.5),
+        ] {
+            assert_eq!(value(&ratios, name), Some(wanted), "{name}");
+        }
     }
 
     #[test]

@@ -250,11 +250,15 @@ impl Session {
         for (name, latencies) in floors::calls(&layout, count.next_multiple_of(floors::RANGE))? {
             self.note_latencies(name, &latencies);
         }
-        let store = self.page_store(1)?;
+        let store = self.page_store(floors::RANGE)?;
         let wire = floors::wire(&layout, &store, count)?;
         self.note_latencies("wire round trip", &wire.round_trips);
-        self.results
-            .note("wire, batched", "pages/s", wire.pages_per_second);
+        for (name, rate) in [
+            (floors::WIRE_READ, wire.read_per_second),
+            (floors::WIRE_WRITTEN, wire.written_per_second),
+        ] {
+            self.results.note(name, "pages/s", rate);
+        }
         let copied = floors::copied_pages_per_second(&layout)?;
         self.results.note("copying pages", "pages/s", copied);
         Ok(())
