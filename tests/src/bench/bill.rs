@@ -94,6 +94,9 @@ impl Bill {
     /// What paging has cost since, by name: processor time for each GiB that came or left, how much of
     /// that there was, and bytes on the wire for each that was fetched or written back. Nothing where
     /// nothing was paged. The guests have pages of this size, which their backends count.
+    ///
+    /// Pages that are known to have been fetched ahead in vain were of no use: of bytes on the wire they are in
+    /// those that went over it, and not in those that it was for.
     pub fn paging_costs(&self, before: &Self, size: PageSize) -> BTreeMap<String, f64> {
         let each = size.bytes() / PAGE;
         let fetched = self.rise(before, |counters| {
@@ -101,13 +104,18 @@ impl Bill {
         });
         let evicted = self.rise(before, |counters| counters.evicted_pages * each);
         let sent = self.rise(before, |counters| counters.writeback_pages * each);
+        let in_vain = self.rise(before, |counters| {
+            counters.fetched_ahead_unused_pages * each
+        });
         if fetched + evicted == 0 {
             return BTreeMap::new();
         }
         let costs = self.costs(before, fetched + evicted).into_iter();
         let mut costs: BTreeMap<_, _> = costs.map(|(name, _, value)| (name, value)).collect();
-        if fetched + sent > 0 {
-            let wire = self.wire_bytes_per_byte(before, fetched + sent);
+        // Some of those that leave now came before.
+        let useful = fetched.saturating_sub(in_vain) + sent;
+        if useful > 0 {
+            let wire = self.wire_bytes_per_byte(before, useful);
             costs.insert(WIRE_PER_USEFUL.to_owned(), wire);
         }
         costs
@@ -198,5 +206,29 @@ mod tests {
         assert_eq!(costs[WIRE_PER_USEFUL], 5.0);
         let costs = after.paging_costs(&before, PageSize::HUGE);
         assert_eq!(costs["CPU of helper"], 4.0 / 512.0);
+    }
+
+    #[test]
+    fn pages_fetched_ahead_in_vain_are_no_use() {
+        let now = Instant::now();
+        let before = bill(now, Duration::from_secs(1), 0);
+        let mut after = bill(now, Duration::from_secs(3), 0);
+        for counters in &mut after.counters {
+            counters.faults_remote = 1000;
+            counters.fetched_ahead_pages = 3000;
+            counters.wire_received_bytes = 4000 * PAGE;
+        }
+        let wire = |after: &Bill| after.paging_costs(&before, PageSize::BASE)[WIRE_PER_USEFUL];
+        assert_eq!(wire(&after), 1.0);
+        for counters in &mut after.counters {
+            counters.fetched_ahead_unused_pages = 2000;
+        }
+        assert_eq!(wire(&after), 2.0);
+        // All of them, and some that came before: nothing was of use.
+        for counters in &mut after.counters {
+            counters.fetched_ahead_unused_pages = 5000;
+        }
+        let costs = after.paging_costs(&before, PageSize::BASE);
+        assert_eq!(costs.get(WIRE_PER_USEFUL), None);
     }
 }
