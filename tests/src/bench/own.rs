@@ -16,6 +16,10 @@ use crate::small_lab::{Guest, LEAST_HUGE, PAGE};
 /// Name of a fault that 2 MiB come for.
 pub const HUGE_FAULT: &str = "remote fault of a huge page";
 
+/// Name of the figure that is how far a limit falls.
+pub const TUNED_BY: &str = "tuned down by";
+/// ... of how fast it is reached, in pages; what is measured meanwhile has it in its name.
+pub const TUNING: &str = "tuning down";
 /// Names of what a vCPU notices of a limit that falls.
 pub const HELD_AT_REST: &str = "held page, at rest";
 /// The same, meanwhile.
@@ -269,10 +273,10 @@ pub fn measure_tuning(session: &mut Session) -> Result<()> {
         at_rest.push(command(&mut guest, "hold", held.clone())?);
     }
     let (reached, answers) = tune_down(&mut guest, REST_MIB << 20, "hold", &held)?;
-    session.results.note("tuned down by", "MiB", down as f64);
+    session.results.note(TUNED_BY, "MiB", down as f64);
     let evicted = ((down << 20) / PAGE) as f64;
     let rate = evicted / reached.as_secs_f64();
-    session.results.note("tuning down", "pages/s", rate);
+    session.results.note(TUNING, "pages/s", rate);
     let faults = answers.iter().filter_map(|held| held["faults"].as_u64());
     let faults = faults.sum::<u64>() as f64;
     session
