@@ -128,6 +128,7 @@ fn every_row_is_there() -> Result<()> {
     every_target_is_judged(&results)?;
     for wanted in [
         "remote fault ÷ (uffd + wire), medians",
+        "remote fault ÷ (uffd alone + wire alone), medians",
         "outram at 0.5 ÷ plain at 0.5",
         "64 pages read from a server ÷ raw socket",
         "tuning down ÷ (protect + copy + punch + send)",

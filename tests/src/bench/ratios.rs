@@ -80,6 +80,23 @@ pub fn eviction_floor(results: &Results) -> Vec<f64> {
         .collect()
 }
 
+/// Name of a fault's ratio by [`sum_of_floors`].
+pub fn by_sum_of_floors(fault: &str) -> String {
+    format!("{fault} ÷ (uffd alone + wire alone), medians")
+}
+
+/// What a round trip of a userfault, by the sooner way to wait for it, and one of a page over the wire take together,
+/// in each round: each was measured by itself, so what a fault's way saves by having both is not in it, and neither
+/// is what the machine's speed was when the faults were.
+pub fn sum_of_floors(results: &Results) -> Vec<f64> {
+    let of = |name: &str| results.rounds(name).iter();
+    let sleeping = of("uffd round trip, sleeping p50");
+    let uffd = sleeping.zip(of("uffd round trip, spinning p50"));
+    let both = uffd.zip(of("wire round trip p50"));
+    both.map(|((sleeping, spinning), wire)| sleeping.min(*spinning) + wire)
+        .collect()
+}
+
 /// All that follow from what was measured.
 pub fn of(results: &Results) -> Vec<Ratio> {
     let mut ratios = Vec::new();
@@ -155,6 +172,14 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
                 true,
             );
         }
+    }
+    for fault in ["remote fault", "remote fault at the limit"] {
+        push(
+            &by_sum_of_floors(fault),
+            of(&format!("{fault} p50")),
+            &sum_of_floors(results),
+            true,
+        );
     }
     push(
         "uffd spinning ÷ sleeping",
@@ -287,8 +312,9 @@ mod tests {
             }
             results.note("remote fault p99", "µs", 2.0 * floor);
             // Of another moment.
-            results.note("uffd round trip, sleeping p50", "µs", 1.0);
-            results.note("wire round trip p50", "µs", 1.0);
+            results.note("uffd round trip, sleeping p50", "µs", 15.0);
+            results.note("uffd round trip, spinning p50", "µs", 10.0);
+            results.note("wire round trip p50", "µs", 40.0);
         }
         let ratios = of(&results);
         // 200 / 50 and 250 / 100.
@@ -300,6 +326,9 @@ mod tests {
             value(&ratios, "remote fault ÷ (uffd + wire), p99"),
             Some(2.0)
         );
+        // 200 / 50 and 250 / 50.
+        assert_eq!(sum_of_floors(&results), [50.0, 50.0]);
+        assert_eq!(value(&ratios, &by_sum_of_floors("remote fault")), Some(4.5));
         assert_eq!(value(&ratios, "outram at 0.5 ÷ outram at 1"), Some(1.75));
     }
 

@@ -19,7 +19,9 @@ use super::baseline::{NBD, SWAP_FILE, ZRAM};
 use super::contest::{OUTRAM, STATED, STATED_COMPUTE, label};
 use super::helper_memory;
 use super::own::{FAULT_AT_REST, HELD_AT_REST, TUNED_BY, TUNING, floor_beside};
-use super::ratios::{BY_EVICTION_FLOOR, PAGING, by_least, by_lru, eviction_floor};
+use super::ratios::{
+    BY_EVICTION_FLOOR, PAGING, by_least, by_lru, by_sum_of_floors, eviction_floor, sum_of_floors,
+};
 use super::replay::{By, least_seconds};
 use super::results::Results;
 use super::statistics::Spread;
@@ -234,6 +236,14 @@ impl Table<'_> {
                     &[&format!("{} {which}", floor_beside(fault))],
                 ));
             }
+            // By the floors as they are when nothing has both, at another moment of the round.
+            let name = by_sum_of_floors(fault);
+            let found = self.ratio(PAGING, &name);
+            let floor = Spread::of(&sum_of_floors(self.0)).map(|floor| Floor {
+                median: floor.median,
+                unit: "µs".to_owned(),
+            });
+            targets.push(target("P1", name, Bound::Shown, found, floor));
         }
         targets
     }
