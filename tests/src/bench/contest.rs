@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, ensure};
 use outram_wire::tuning::Tuning;
 
-use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, PARTLY_LOCAL, SWAPPED};
+use super::baseline::{self, ALL_LOCAL, LOCAL_TIMES, NBD, PARTLY_LOCAL, SWAPPED};
 use super::bill::{Bill, Meter, rise};
 use super::phase::{Run, Task};
 use super::replay::{self, Replay};
@@ -109,6 +109,13 @@ pub fn check(settings: &Settings) -> Result<()> {
             "a baseline is one of {PARTLY_LOCAL:?}, not '{memory}'"
         );
     }
+    // What swap waits for must need no memory that might have to be swapped out for it: a relay does. The rate is
+    // the network's own, and bounds this as it does the others.
+    ensure!(
+        settings.delay.is_zero() || !settings.baselines.iter().any(|memory| memory == NBD),
+        "--delay does not reach swap over {NBD}, which would look better than all that pays it: leave out one of \
+         them (--rate bounds both)"
+    );
     if settings.huge_pages {
         demand_room_for_huge_pages(&entrants(settings), &settings.local_ratios)?;
     }
@@ -304,7 +311,23 @@ impl<'a> Contest<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+
+    #[test]
+    fn a_longer_wire_is_refused_where_it_would_not_be_longer_for_all() {
+        let settings = |delay, baselines: &[&str]| Settings {
+            delay: Duration::from_micros(delay),
+            baselines: baselines.iter().map(|&name| name.to_owned()).collect(),
+            rate: Some("1gbit".to_owned()),
+            ..Settings::default()
+        };
+        check(&settings(0, &["plain", "nbd"])).expect("a rate is the network's");
+        check(&settings(100, &["plain", "zram"])).expect("no wire but those that are longer");
+        let error = check(&settings(100, &["plain", "nbd"])).expect_err("it would be the shorter");
+        assert!(error.to_string().contains("--delay"), "{error}");
+    }
 
     fn labels(only: &[&str], compute: &[u32]) -> Vec<String> {
         let settings = Settings {

@@ -121,7 +121,7 @@ struct RunArguments {
     #[arg(long)]
     huge_pages: bool,
     /// Microseconds by which the wire to the memory server is longer than this machine's, each way: a relay
-    /// holds all that passes, some 60 µs longer than asked for
+    /// holds all that passes, some 60 µs longer than asked for. Not with the baseline nbd, which it does not reach
     #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
     delay: u64,
     /// Bits a second that the wire to the memory server carries, both ways together, such as 1gbit or
