@@ -43,7 +43,8 @@ pub fn serve(pages: usize) -> Result<()> {
     }
 }
 
-fn serve_one(stream: TcpStream, kept: &mut [u8]) -> Result<()> {
+/// Answers a client until it goes.
+pub(super) fn serve_one(stream: TcpStream, kept: &mut [u8]) -> Result<()> {
     stream.set_nodelay(true)?;
     let mut reader = BufReader::with_capacity(REQUEST_BYTES * 64, stream.try_clone()?);
     let mut writer = BufWriter::with_capacity(64 * (REPLY_BYTES + PAGE_BYTES), stream);

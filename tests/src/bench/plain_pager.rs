@@ -3,14 +3,16 @@
 //!
 //! It is right (a page that is written while it is evicted loses nothing: protect, copy, punch, wake)
 //! and keeps its pages on a real [page store](super::page_store) over TCP, but has no staging,
-//! no batches, no second thread, no encryption and no checks, and writes every page it evicts.
+//! no batches, no second thread, no encryption and no checks. What it fetches is write-protected until it is
+//! written to, so that unchanged pages are dropped; it writes each that was changed before the fault goes on
+//! that it leaves for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::layout::pin_self;
 use super::page_store::Client;
@@ -19,7 +21,7 @@ use super::watched_memory::{Fault, PAGE_BYTES, Page, Watch};
 /// A pager at work, until it is dropped.
 pub struct PlainPager {
     stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Result<()>>>,
+    thread: Option<JoinHandle<Result<u64>>>,
 }
 
 impl PlainPager {
@@ -37,10 +39,12 @@ impl PlainPager {
                     store,
                     limit,
                     resident: VecDeque::with_capacity(limit),
-                    is_kept: Vec::new(),
+                    pages: Vec::new(),
+                    written: 0,
                     page: Box::new(Page([0; PAGE_BYTES])),
                 };
-                pager.serve(&stopped)
+                pager.serve(&stopped)?;
+                Ok(pager.written)
             })?;
         Ok(Self {
             stop,
@@ -48,8 +52,8 @@ impl PlainPager {
         })
     }
 
-    /// Ends it. The memory must not be used from here on.
-    pub fn end(mut self) -> Result<()> {
+    /// Ends it; how many pages it has written to the store. The memory must not be used from here on.
+    pub fn end(mut self) -> Result<u64> {
         self.stop.store(true, Ordering::Relaxed);
         let thread = self.thread.take().context("it has ended")?;
         thread.join().expect("the pager panics nowhere")
@@ -62,9 +66,22 @@ struct Pager {
     limit: usize,
     /// Pages in memory, the first that came in front.
     resident: VecDeque<usize>,
-    /// Of each page, whether the store has it.
-    is_kept: Vec<bool>,
+    /// Of each page, what the store has of it.
+    pages: Vec<Kept>,
+    /// Pages that were written to the store.
+    written: u64,
     page: Box<Page>,
+}
+
+/// What the store has of a page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kept {
+    /// Nothing: it was never evicted.
+    Nothing,
+    /// What it was before it was changed.
+    Old,
+    /// What it is: if it is in memory, it is write-protected.
+    Same,
 }
 
 impl Pager {
@@ -73,32 +90,51 @@ impl Pager {
         while !stop.load(Ordering::Relaxed) {
             self.watch.wait(&mut buffer, &mut faults)?;
             for fault in faults.drain(..) {
-                // Whoever met protection was woken once its page was out, and meets that.
-                if let Fault::Missing(page) = fault {
-                    self.bring(page).inspect_err(|error| {
-                        // Its workload waits for good: nobody would read this otherwise.
-                        eprintln!("the plain pager gives up: {error:#}");
-                        std::process::exit(1);
-                    })?;
-                }
+                let resolved = match fault {
+                    Fault::Missing(page) => self.bring(page, false),
+                    Fault::MissingToWrite(page) => self.bring(page, true),
+                    Fault::Protected(page) => self.let_change(page),
+                    Fault::Unmapped(page) => bail!("nobody asked for page {page} to be mapped"),
+                };
+                resolved.inspect_err(|error| {
+                    // Its workload waits for good: nobody would read this otherwise.
+                    eprintln!("the plain pager gives up: {error:#}");
+                    std::process::exit(1);
+                })?;
             }
         }
         Ok(())
     }
 
-    fn bring(&mut self, page: usize) -> Result<()> {
+    /// A page that is about to be written to. One that has left since is none of that: whoever met protection was
+    /// woken once it was out, and it comes back as it is kept.
+    fn let_change(&mut self, page: usize) -> Result<()> {
+        *self.kept(page) = Kept::Old;
+        self.watch.unprotect(page)
+    }
+
+    fn kept(&mut self, page: usize) -> &mut Kept {
+        if self.pages.len() <= page {
+            self.pages.resize(page + 1, Kept::Nothing);
+        }
+        &mut self.pages[page]
+    }
+
+    fn bring(&mut self, page: usize, to_write: bool) -> Result<()> {
         if self.resident.len() >= self.limit {
             self.evict()?;
         }
-        if self.is_kept.len() <= page {
-            self.is_kept.resize(page + 1, false);
-        }
-        match self.is_kept[page] {
-            true => {
-                self.store.read(page, &mut self.page)?;
+        if *self.kept(page) == Kept::Nothing {
+            self.watch.zero(page)?;
+        } else {
+            self.store.read(page, &mut self.page)?;
+            if to_write {
+                *self.kept(page) = Kept::Old;
                 self.watch.copy(page, std::slice::from_ref(&*self.page))?;
+            } else {
+                *self.kept(page) = Kept::Same;
+                self.watch.copy_protected(page, &self.page)?;
             }
-            false => self.watch.zero(page)?,
         }
         self.resident.push_back(page);
         Ok(())
@@ -106,11 +142,73 @@ impl Pager {
 
     fn evict(&mut self) -> Result<()> {
         let victim = self.resident.pop_front().context("nothing to evict")?;
-        self.watch.protect(victim, 1)?;
-        self.watch.read(victim, &mut self.page)?;
-        self.store.write(victim, &self.page)?;
-        self.is_kept[victim] = true;
+        if *self.kept(victim) != Kept::Same {
+            self.watch.protect(victim, 1)?;
+            self.watch.read(victim, &mut self.page)?;
+            self.store.write(victim, &self.page)?;
+            *self.kept(victim) = Kept::Same;
+            self.written += 1;
+        }
         self.watch.punch(victim, 1)?;
         self.watch.wake(victim, 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::hint::black_box;
+    use std::io::Write as _;
+    use std::net::TcpListener;
+
+    use super::super::layout::{Kind, Layout};
+    use super::super::page_store::serve_one;
+    use super::super::watched_memory::{as_words, shared};
+    use super::*;
+
+    const PAGES: usize = 8;
+    const WORDS: usize = PAGE_BYTES / 8;
+
+    #[test]
+    fn pages_that_did_not_change_are_dropped_and_changes_are_kept() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let server = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().expect("a client");
+            serve_one(stream, &mut vec![0; PAGES * PAGE_BYTES])
+        });
+        let (mut region, file) = shared(PAGES * PAGE_BYTES).expect("memory");
+        let Ok(watch) = Watch::new(&region, file) else {
+            // Past what keeps the output of tests that pass: it is counted as skipped.
+            let _ = writeln!(std::io::stderr(), "\nSKIPPED TEST: no userfaultfd here");
+            return;
+        };
+        let store = Client::connect(&address).expect("a store");
+        let cpus = Layout::new(Kind::Free).expect("processors").pager;
+        let pager = PlainPager::start(watch, store, PAGES / 2, &cpus).expect("a pager");
+        let memory = as_words(&mut region);
+        let mut wanted: Vec<u64> = (1..=PAGES as u64).collect();
+        for (page, word) in wanted.iter().enumerate() {
+            memory[page * WORDS] = *word;
+        }
+        let read_all = |memory: &mut [u64], wanted: &[u64]| {
+            for (page, word) in wanted.iter().enumerate() {
+                // Each is to be a use of the page.
+                assert_eq!(black_box(&mut *memory)[page * WORDS], *word, "page {page}");
+            }
+        };
+        for _ in 0..3 {
+            read_all(memory, &wanted);
+        }
+        // One is written to while it is not local, one after it was read.
+        memory[0] = 100;
+        assert_eq!(black_box(&mut *memory)[3 * WORDS], wanted[3]);
+        memory[3 * WORDS] = 103;
+        (wanted[0], wanted[3]) = (100, 103);
+        for _ in 0..2 {
+            read_all(memory, &wanted);
+        }
+        let written = pager.end().expect("it gave up nothing");
+        assert_eq!(written, PAGES as u64 + 2);
+        server.join().expect("no panic").expect("its client ended");
     }
 }

@@ -82,7 +82,7 @@ pub fn obey(order: &Order) -> Result<()> {
         stdout.flush()?;
     }
     match pager {
-        Some(pager) => pager.end(),
+        Some(pager) => pager.end().map(drop),
         None => Ok(()),
     }
 }

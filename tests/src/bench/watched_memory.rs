@@ -6,14 +6,16 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
-use userfaultfd::{Error, Event, EventBuffer, RegisterMode, Uffd, UffdBuilder};
+use userfaultfd::{
+    Error, Event, EventBuffer, FaultKind, ReadWrite, RegisterMode, Uffd, UffdBuilder,
+};
 use vm_memory::{FileOffset, MmapRegion};
 
 /// Bytes of a page.
@@ -33,11 +35,31 @@ const LOOK: Timespec = Timespec {
 #[derive(Clone)]
 pub struct Page(pub [u8; PAGE_BYTES]);
 
+/// `UFFDIO_COPY`, whose `mode` the library has no way to set: `_IOWR(0xAA, 0x03, struct uffdio_copy)`,
+/// include/uapi/linux/userfaultfd.h.
+const UFFDIO_COPY: u32 = 0xc028_aa03;
+/// `UFFDIO_COPY_MODE_WP` of its `mode`: the page is write-protected from the first.
+const COPY_MODE_WP: u64 = 1 << 1;
+
+/// `struct uffdio_copy`.
+#[repr(C)]
+struct Copying {
+    destination: u64,
+    source: u64,
+    length: u64,
+    mode: u64,
+    copied: i64,
+}
+
+const _: () = assert!(size_of::<Copying>() == 0x28);
+
 /// What a thread that used the memory waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// A page that is not there.
     Missing(usize),
+    /// The same, for who is to write to it.
+    MissingToWrite(usize),
     /// The right to write a page that is write-protected.
     Protected(usize),
     /// A page that is there, but not mapped.
@@ -151,12 +173,14 @@ impl Watch {
         };
         for event in events {
             match event? {
-                Event::Pagefault { kind, addr, .. } => {
+                Event::Pagefault { kind, rw, addr, .. } => {
                     let page = (addr as usize - self.start) / PAGE_BYTES;
+                    let to_write = rw == ReadWrite::Write;
                     faults.push(match kind {
-                        userfaultfd::FaultKind::Missing => Fault::Missing(page),
-                        userfaultfd::FaultKind::WriteProtected => Fault::Protected(page),
-                        userfaultfd::FaultKind::Minor => Fault::Unmapped(page),
+                        FaultKind::Missing if to_write => Fault::MissingToWrite(page),
+                        FaultKind::Missing => Fault::Missing(page),
+                        FaultKind::WriteProtected => Fault::Protected(page),
+                        FaultKind::Minor => Fault::Unmapped(page),
                     });
                 }
                 other => bail!("an event that nobody asked for: {other:?}"),
@@ -178,6 +202,35 @@ impl Watch {
         copied
             .map(drop)
             .with_context(|| format!("COPY to page {page}"))
+    }
+
+    /// Puts a page in place that nobody may write yet, and wakes who waits for it.
+    pub fn copy_protected(&self, page: usize, from: &Page) -> Result<()> {
+        let (start, length) = self.range(page, 1);
+        let mut copying = Copying {
+            destination: start as u64,
+            source: from.0.as_ptr() as u64,
+            length: length as u64,
+            mode: COPY_MODE_WP,
+            copied: 0,
+        };
+        let request = libc::c_ulong::from(UFFDIO_COPY);
+        // SAFETY: the structure is the request's, the source of this length, and the destination within the
+        // registered range.
+        let done = unsafe { libc::ioctl(self.uffd.as_raw_fd(), request, &raw mut copying) };
+        ensure!(
+            done == 0,
+            "COPY to page {page}: {}",
+            std::io::Error::last_os_error()
+        );
+        Ok(())
+    }
+
+    /// Lets a page be written, and wakes who waits for that.
+    pub fn unprotect(&self, page: usize) -> Result<()> {
+        let (start, length) = self.range(page, 1);
+        let done = self.uffd.remove_write_protection(start, length, true);
+        done.with_context(|| format!("letting page {page} be written"))
     }
 
     /// Makes a page zero and wakes who waits for it.
