@@ -30,7 +30,7 @@ pub fn spread(spread: &Spread) -> String {
 }
 
 /// The least and the most.
-fn ends(spread: &Spread) -> String {
+pub fn ends(spread: &Spread) -> String {
     format!("{} … {}", short(spread.low), short(spread.high))
 }
 

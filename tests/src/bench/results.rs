@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
+use super::guests::table::KEY as GUESTS_KEY;
 use super::machine::Machine;
 use super::mix::results::MixResults;
 use super::phase::Run;
@@ -161,6 +162,12 @@ impl Results {
         let name = || path.display().to_string();
         let text = fs::read_to_string(path).with_context(name)?;
         let value: serde_json::Value = serde_json::from_str(&text).with_context(name)?;
+        ensure!(
+            value.get(GUESTS_KEY).is_none(),
+            "{} is of 'bench guests', which prints its table as it ends; here is to be a file of 'bench run' or \
+             'bench mix'",
+            name()
+        );
         let format = value["format"].as_u64();
         ensure!(
             format == Some(u64::from(FORMAT)),
@@ -249,6 +256,19 @@ pub(super) mod tests {
         assert_eq!(series.runs[0].checksum, u64::MAX);
         assert_eq!(again.rounds("remote fault p50"), [200.0, 250.0]);
         assert!(again.rounds("nothing").is_empty());
+    }
+
+    #[test]
+    fn a_file_of_real_guests_is_told_from_others() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("guests.json");
+        let guests = crate::bench::guests::table::Results {
+            format: FORMAT,
+            ..Default::default()
+        };
+        guests.save(&path).expect("room");
+        let error = Results::load(&path).expect_err("it is another file");
+        assert!(format!("{error:#}").contains("'bench guests'"), "{error:#}");
     }
 
     #[test]

@@ -277,6 +277,7 @@ impl Meter<'_> {
             helper_cpu_s: process_cpu(status.backend_pid)?.as_secs_f64(),
             server_cpu_s: self.server.cpu()?.as_secs_f64(),
             host_bytes_peak: 0,
+            remote_faults: status.latency.get("remote").cloned(),
         })
     }
 }
@@ -292,5 +293,7 @@ fn since(now: &Paging, before: &Paging) -> Paging {
         helper_cpu_s: now.helper_cpu_s - before.helper_cpu_s,
         server_cpu_s: now.server_cpu_s - before.server_cpu_s,
         host_bytes_peak: 0,
+        // Percentiles cannot be subtracted.
+        remote_faults: now.remote_faults.clone(),
     }
 }

@@ -6,14 +6,21 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use outram_wire::control::Latency;
 use serde::Serialize;
 
 use super::super::machine::Machine;
-use super::super::report::short;
+use super::super::report::{ends, short};
 use super::super::statistics::Spread;
 
 /// Version of the file.
 pub const FORMAT: u32 = 1;
+
+/// A key that files of this sort have, and others do not.
+pub const KEY: &str = "emulated";
+
+/// How wide the least and the most are, where there are several rounds.
+const ENDS_WIDTH: usize = 16;
 
 /// What paging did and cost during the timed part of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -36,6 +43,9 @@ pub struct Paging {
     pub server_cpu_s: f64,
     /// The most that the guest cost this host at a time, from its first instruction on.
     pub host_bytes_peak: u64,
+    /// Latency of all remote faults up to the end of the timed part, as the backend measures it: the guest's start and
+    /// what it prepared are among them. Nothing where there was none.
+    pub remote_faults: Option<Latency>,
 }
 
 impl Paging {
@@ -136,14 +146,22 @@ impl Results {
                  ratios below tell whether results are right, and trends; they are not slowdowns."
             )?;
         }
+        let width = self.ends_width();
+        let (least, most) = if width > 0 {
+            ("least …", "… most")
+        } else {
+            ("", "")
+        };
         writeln!(
             out,
-            "\n{:<16}{:>7}{:>10}{:>9}{:>10}{:>10}{:>10}{:>10}{:>9}{:>9}  result",
+            "\n{:<16}{:>7}{:>10}{:>9}{least:>width$}{:>10}{:>9}{:>9}{:>10}{:>10}{:>10}{:>9}{:>9}  result",
             "workload",
             "ratio",
             "seconds",
             "÷ local",
             "faults",
+            "p50",
+            "p99",
             "pages",
             "MB on",
             "MiB here",
@@ -152,8 +170,8 @@ impl Results {
         )?;
         writeln!(
             out,
-            "{:<16}{:>7}{:>10}{:>9}{:>10}{:>10}{:>10}{:>10}{:>9}{:>9}",
-            "", "", "", "", "fetched", "evicted", "the wire", "at most", "s/GB", "s/GB"
+            "{:<16}{:>7}{:>10}{:>9}{most:>width$}{:>10}{:>9}{:>9}{:>10}{:>10}{:>10}{:>9}{:>9}",
+            "", "", "", "", "fetched", "µs", "µs", "evicted", "the wire", "at most", "s/GB", "s/GB"
         )?;
         let mut rows: Vec<(String, Option<f64>)> = Vec::new();
         for run in &self.runs {
@@ -186,6 +204,14 @@ impl Results {
         self.runs.iter().filter(is_meant).collect()
     }
 
+    /// Of single rounds, there is no least and no most.
+    fn ends_width(&self) -> usize {
+        match self.runs.iter().any(|run| run.round > 0) {
+            true => ENDS_WIDTH,
+            false => 0,
+        }
+    }
+
     fn row(&self, name: &str, ratio: Option<f64>) -> String {
         let runs = self.of(name, ratio);
         let median = |value: &dyn Fn(&Run) -> Option<f64>| -> String {
@@ -205,17 +231,33 @@ impl Results {
             let beside = local.iter().find(|other| other.round == run.round)?;
             Some(run.seconds / beside.seconds)
         };
+        let width = self.ends_width();
+        let spread = match (width, ratio) {
+            (0, _) | (_, None) => String::new(),
+            _ => {
+                let ratios: Vec<f64> = runs.iter().filter_map(|run| to_local(run)).collect();
+                Spread::of(&ratios).map_or(String::new(), |found| ends(&found))
+            }
+        };
+        let latency = |us: fn(&Latency) -> u64| {
+            median(&|run| {
+                let found = run.paging.as_ref()?.remote_faults.as_ref()?;
+                (found.count > 0).then(|| us(found) as f64)
+            })
+        };
         let result = match (ratio, runs.iter().all(|run| run.is_right)) {
             (_, false) => "WRONG RESULT",
             (None, true) => "",
             (Some(_), true) => "as local",
         };
         format!(
-            "{name:<16}{:>7}{:>10}{:>9}{:>10}{:>10}{:>10}{:>10}{:>9}{:>9}  {result}",
+            "{name:<16}{:>7}{:>10}{:>9}{spread:>width$}{:>10}{:>9}{:>9}{:>10}{:>10}{:>10}{:>9}{:>9}  {result}",
             ratio.map_or("local".to_owned(), |ratio| format!("{ratio:?}")),
             median(&|run| Some(run.seconds)),
             median(&|run| to_local(run).filter(|_| ratio.is_some())),
             count(|paging| paging.faults_remote as f64),
+            latency(|found| found.us_p50),
+            latency(|found| found.us_p99),
             count(|paging| paging.evicted_pages as f64),
             count(|paging| paging.wire_bytes as f64 / 1e6),
             count(|paging| (paging.host_bytes_peak >> 20) as f64),
@@ -234,6 +276,12 @@ mod tests {
             faults_remote: 500,
             wire_bytes: 2_000_000_000,
             helper_cpu_s: 3.0,
+            remote_faults: Some(Latency {
+                count: 500,
+                us_p50: 123,
+                us_p99: 456,
+                ..Latency::default()
+            }),
             ..Paging::default()
         };
         Run {
@@ -274,9 +322,21 @@ mod tests {
         let text = results(true).text();
         assert_eq!(row(&text, "local")[2..], ["15.0"]);
         // 1.5 and 2.5; three seconds for two GB.
-        assert_eq!(row(&text, "0.5")[2..5], ["32.5", "2.00", "500"]);
+        assert_eq!(
+            row(&text, "0.5")[2..10],
+            ["32.5", "2.00", "1.50", "…", "2.50", "500", "123", "456"]
+        );
         assert!(row(&text, "0.5").contains(&"1.50".to_owned()), "{text}");
         assert!(text.contains("not slowdowns"));
+    }
+
+    #[test]
+    fn a_single_round_has_no_least_and_no_most() {
+        let mut results = results(true);
+        results.runs.truncate(2);
+        let text = results.text();
+        assert_eq!(row(&text, "0.5")[2..5], ["15.0", "1.50", "500"]);
+        assert!(!text.contains("least"), "{text}");
     }
 
     #[test]
