@@ -131,6 +131,7 @@ fn every_row_is_there() -> Result<()> {
         "remote fault ÷ (uffd alone + wire alone), medians",
         "outram at 0.5 ÷ plain at 0.5",
         "64 pages read from a server ÷ raw socket",
+        "64 pages read from a server: beside a client that stalls ÷ without it",
         "tuning down ÷ (protect + copy + punch + send)",
         "outram at 0.5 ÷ (local memfd + fetches of OPT × floor of a fault)",
     ] {

@@ -4,6 +4,9 @@
 //! One batch after the other, each waited for. The library's batches are as the pager makes them: a write
 //! of as many extents as pages, and reads of what is fetched ahead of somebody who goes through pages that left
 //! in a row. The raw socket's are one request of all pages in a row.
+//!
+//! Beside that, the library's reads while another client has asked for much and takes nothing of it, by those while
+//! there is none: no connection's stall is to delay another.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -15,11 +18,12 @@ use outram_backend::remote::{
     AHEAD_BYTES, DataConn, Extent, NewSession, RemoteConfig, Session as Lease, SessionEvent, Timing,
 };
 use outram_wire::identity::Identity;
-use outram_wire::server::{SessionSecret, SlabId};
+use outram_wire::server::{ServerAddress, SessionSecret, SlabId};
 use outram_wire::tls::TlsFiles;
 use outram_wire::units::VmId;
 use outram_wire::verbs::Choice;
 use rustix::event::{PollFd, PollFlags, poll};
+use rustls::ClientConfig;
 
 use super::floors::RANGE;
 use super::layout::pin_self;
@@ -34,6 +38,11 @@ pub const BATCHES: [&str; 2] = [
     "64 pages read from a server",
 ];
 
+/// What is read beside a client that stalls, and where there is none.
+pub const BESIDE_A_STALL: &str = "64 pages read from a server, beside a client that stalls";
+/// The same where there is none, right before and after.
+pub const WITHOUT_A_STALL: &str = "64 pages read from a server, without such a client";
+
 /// Bytes of a batch.
 const BATCH_BYTES: usize = RANGE * PAGE_BYTES;
 /// Longest wait for a server.
@@ -41,6 +50,13 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Turns that the library and the raw socket take: the machine's speed changes from one moment to the next.
 const TURNS: usize = 16;
+
+/// Turns with a client that stalls: each waits for it to.
+const STALLED_TURNS: usize = 4;
+/// What that client asks for, by requests as the pager's: several times what sockets hold, of either side.
+const STALLED_READS: u64 = 1024;
+/// How long until it can get no more.
+const UNTIL_STALLED: Duration = Duration::from_millis(100);
 
 /// Batches of one sort.
 #[derive(Clone, Copy, Default)]
@@ -66,7 +82,8 @@ pub fn measure(session: &mut Session) -> Result<()> {
     let count = (session.settings.faults / 2 / TURNS).max(1);
     let store = session.page_store(RANGE)?;
     let raw = Client::connect(&store.address)?;
-    let ours = Line::open(session)?;
+    let way = Way::of(session)?;
+    let ours = Line::open(&way)?;
     let cpus = session.layout.pager.clone();
     let (ours_pid, raw_pid) = (session.server.pid(), store.pid());
     // A thread of its own, so that it alone is pinned.
@@ -76,6 +93,7 @@ pub fn measure(session: &mut Session) -> Result<()> {
         let pages: Vec<u8> = (0..BATCH_BYTES).map(|at| (at % 251) as u8).collect();
         let mut back = vec![0; BATCH_BYTES];
         let mut measured = [(Done::default(), Done::default()); 2];
+        let mut stalled = (Done::default(), Done::default());
         let [written, read] = &mut measured;
         for _ in 0..TURNS {
             written
@@ -89,6 +107,14 @@ pub fn measure(session: &mut Session) -> Result<()> {
             read.1
                 .add(times(count, raw_pid, || raw.read_run(0, &mut back))?);
         }
+        for _ in 0..STALLED_TURNS {
+            let mut read = || times(count, ours_pid, || ours.read(|_, _| {}));
+            stalled.0.add(read()?);
+            let stalling = Line::stalled(&way)?;
+            stalled.1.add(read()?);
+            stalling.close()?;
+            stalled.0.add(read()?);
+        }
         ensure!(back == pages, "the raw socket brings other bytes");
         back.fill(0);
         ours.read(|start, bytes| back[start..start + bytes.len()].copy_from_slice(bytes))?;
@@ -97,21 +123,29 @@ pub fn measure(session: &mut Session) -> Result<()> {
             "WRONG RESULT: pages came back with other bytes"
         );
         ours.close()?;
-        Ok(measured)
+        Ok((measured, stalled))
     });
-    let measured = measured.join().expect("no panic")?;
+    let (measured, (without, beside)) = measured.join().expect("no panic")?;
     for (what, (ours, raw)) in BATCHES.into_iter().zip(measured) {
         note(session, what, &ours);
         note(session, &format!("{what}, raw socket"), &raw);
     }
+    note_rate(session, WITHOUT_A_STALL, &without);
+    note_rate(session, BESIDE_A_STALL, &beside);
     Ok(())
 }
 
+fn note_rate(session: &mut Session, what: &str, done: &Done) {
+    let rate = done.pages as f64 / done.took.as_secs_f64();
+    session
+        .results
+        .note(&format!("{what}: rate"), "pages/s", rate);
+}
+
 fn note(session: &mut Session, what: &str, done: &Done) {
+    note_rate(session, what, done);
     let results = &mut session.results;
     let pages = done.pages as f64;
-    let rate = pages / done.took.as_secs_f64();
-    results.note(&format!("{what}: rate"), "pages/s", rate);
     for (who, cpu) in [("client", done.client), ("server", done.server)] {
         let us = cpu.as_secs_f64() * 1e6 / pages;
         results.note(&format!("{what}: CPU of {who}"), "µs/page", us);
@@ -135,6 +169,28 @@ fn times(count: usize, server: u32, mut batch: impl FnMut() -> Result<()>) -> Re
     })
 }
 
+/// How the memory server is reached.
+struct Way {
+    address: ServerAddress,
+    identity: Arc<Identity<ClientConfig>>,
+}
+
+impl Way {
+    fn of(session: &Session) -> Result<Self> {
+        let pki = |file: &str| session.lab.path("pki").join(file);
+        let files = TlsFiles {
+            ca: pki("ca.pem"),
+            cert: pki("client.pem"),
+            key: pki("client.key"),
+        };
+        let address = session.server_address.parse();
+        Ok(Self {
+            address: address.context("the memory server's address")?,
+            identity: Arc::new(Identity::load(files)?),
+        })
+    }
+}
+
 /// A session with the memory server, a slab of it and a connection.
 struct Line {
     lease: Lease,
@@ -143,17 +199,10 @@ struct Line {
 }
 
 impl Line {
-    fn open(session: &Session) -> Result<Self> {
-        let pki = |file: &str| session.lab.path("pki").join(file);
-        let files = TlsFiles {
-            ca: pki("ca.pem"),
-            cert: pki("client.pem"),
-            key: pki("client.key"),
-        };
-        let address = session.server_address.parse();
+    fn open(way: &Way) -> Result<Self> {
         let config = RemoteConfig {
-            addresses: vec![address.context("the memory server's address")?],
-            identity: Arc::new(Identity::load(files)?),
+            addresses: vec![way.address.clone()],
+            identity: Arc::clone(&way.identity),
             vm: VmId(uuid::Uuid::new_v4()),
             secret: SessionSecret::random()?,
             arrives: false,
@@ -168,6 +217,17 @@ impl Line {
         lease.request_slab();
         let (conn, slab) = granted(&events)?;
         Ok(Self { lease, conn, slab })
+    }
+
+    /// Of a client that has asked for much, of which it takes nothing.
+    fn stalled(way: &Way) -> Result<Self> {
+        let mut line = Self::open(way)?;
+        for id in 0..STALLED_READS {
+            let extent = line.extent(0, AHEAD_BYTES as usize);
+            line.conn.submit_read(id, &[extent])?;
+        }
+        std::thread::sleep(UNTIL_STALLED);
+        Ok(line)
     }
 
     fn extent(&self, offset: usize, length: usize) -> Extent {

@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::baseline::PARTLY_LOCAL;
-use super::batches::BATCHES;
+use super::batches::{BATCHES, BESIDE_A_STALL, WITHOUT_A_STALL};
 use super::contest::OUTRAM;
 use super::floors::{WIRE_READ, WIRE_WRITTEN};
 use super::own::{FAULT_AT_REST, FAULT_MEANWHILE, HELD_AT_REST, HELD_MEANWHILE, floor_beside};
@@ -48,6 +48,10 @@ const BY_LRU: &str = "misses of the pager's policy ÷ LRU's";
 pub fn by_lru(local_ratio: f64) -> String {
     format!("{BY_LRU}, at {local_ratio}")
 }
+
+/// Name of the ratio of reading beside a client that stalls by reading where there is none.
+pub const BESIDE_A_STALL_BY_WITHOUT: &str =
+    "64 pages read from a server: beside a client that stalls ÷ without it";
 
 /// Name of the ratio of tuning down by [`eviction_floor`].
 pub const BY_EVICTION_FLOOR: &str = "tuning down ÷ (protect + copy + punch + send)";
@@ -215,6 +219,12 @@ fn paging(results: &Results, ratios: &mut Vec<Ratio>) {
             false,
         );
     }
+    push(
+        BESIDE_A_STALL_BY_WITHOUT,
+        of(&format!("{BESIDE_A_STALL}: rate")),
+        of(&format!("{WITHOUT_A_STALL}: rate")),
+        false,
+    );
     push(
         "tuning down ÷ copying pages",
         of("tuning down"),

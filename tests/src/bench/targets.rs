@@ -20,7 +20,8 @@ use super::contest::{OUTRAM, STATED, STATED_COMPUTE, label};
 use super::helper_memory;
 use super::own::{FAULT_AT_REST, HELD_AT_REST, TUNED_BY, TUNING, floor_beside};
 use super::ratios::{
-    BY_EVICTION_FLOOR, PAGING, by_least, by_lru, by_sum_of_floors, eviction_floor, sum_of_floors,
+    BESIDE_A_STALL_BY_WITHOUT, BY_EVICTION_FLOOR, PAGING, by_least, by_lru, by_sum_of_floors,
+    eviction_floor, sum_of_floors,
 };
 use super::replay::{By, least_seconds};
 use super::results::Results;
@@ -343,6 +344,9 @@ impl Table<'_> {
                 targets.push(self.figure("P5", &name(""), Bound::Shown, &[&floor]));
             }
         }
+        // Whether a stall delays others is judged by a test of the memory server, to which time is nothing.
+        let without = format!("{}: rate", super::batches::WITHOUT_A_STALL);
+        targets.push(self.paging("P5", BESIDE_A_STALL_BY_WITHOUT, Bound::Shown, &[&without]));
         targets
     }
 
