@@ -129,7 +129,8 @@ static CATALOGUE: &[Entry] = &[
     Entry {
         name: "phases",
         summary: "random reads and writes in a quarter of the memory, which becomes another quarter \
-                  sixteen times; an operation is a word; honours compute",
+                  sixteen times: after an operation for each 2 KiB of memory, not after a time; an \
+                  operation is a word; honours compute",
         honours_compute: true,
         make: |parameters| Box::new(phases::Phases::new(parameters)),
     },

@@ -1,4 +1,7 @@
 //! A working set that moves: what was hot is cold all at once, and what was cold is hot.
+//!
+//! It moves after so many operations, not after so many seconds: with as many, every run has the same uses in the same
+//! order, on whatever memory, and comes to the same checksum. How long that is depends on how fast they are.
 
 use super::numbers::{Scatter, below, compute, fold, numbered};
 use super::{Outcome, Parameters, Workload};
@@ -40,6 +43,7 @@ impl Phases {
         (0..PHASES).map(move |phase| order.of(phase) * reach / (PHASES - 1))
     }
 
+    /// An operation for every 2 KiB of the memory: 65,536 of 128 MiB.
     fn operations_per_phase(&self) -> u64 {
         (self.words / WORDS_PER_OPERATION / PHASES) as u64
     }
@@ -103,6 +107,16 @@ mod tests {
         );
         let apart = |two: &[usize]| two[0].abs_diff(two[1]) >= size;
         assert!(starts.windows(2).all(apart), "{starts:?}");
+    }
+
+    #[test]
+    fn the_working_set_moves_as_often_as_its_summary_says() {
+        let phases = Phases::new(&Parameters {
+            bytes: 128 << 20,
+            seed: 5,
+            compute: 0,
+        });
+        assert_eq!(phases.operations_per_phase(), (128 << 20) / (2 << 10));
     }
 
     #[test]
