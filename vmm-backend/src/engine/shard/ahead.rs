@@ -29,12 +29,18 @@ impl<P: Ports> Shard<P> {
         let (noted, granule) = (self.note_fault(page), self.shared.pace.granule());
         let neighbour = noted.next.filter(|_| noted.is_pair && granule == 1);
         let neighbour = neighbour.and_then(|window| window.pages().next());
-        let with_next = neighbour.is_some_and(|next| self.would_fetch(page, next));
-        if self.start_fetch_of(page, entry, 0, pending, with_next) {
-            self.follow(page, granule, noted);
-        }
-        if with_next {
+        let neighbour = neighbour.filter(|next| self.would_fetch(page, *next));
+        let is_on_its_way = self.start_fetch_of(page, entry, 0, pending, neighbour.is_some());
+        if let Some(next) = neighbour {
+            if is_on_its_way {
+                // Where it cannot come after all, the page comes alone.
+                let _ = self.fetch_unasked(next, true);
+            }
+            // All else that comes along has a request of its own: nobody waits for that.
             self.ports.send_waited_for();
+        }
+        if is_on_its_way {
+            self.follow(page, granule, noted);
         }
     }
 
