@@ -43,13 +43,20 @@ impl Freeing {
         }
     }
 
-    /// Waits while something holds that may change as things are freed, for so long at most.
-    pub(crate) fn wait_while(&self, timeout: Duration, holds: impl Fn() -> bool) {
-        let is_to_wait = |batches: &mut usize| *batches > 0 && holds();
+    /// Waits while something holds that may change as things are freed, for so long at most; whether it then did not
+    /// hold, though others may have changed it again since.
+    pub(crate) fn wait_while(&self, timeout: Duration, holds: impl Fn() -> bool) -> bool {
+        let mut is_over = false;
+        let is_to_wait = |batches: &mut usize| {
+            // In any case: what was freed last counts too.
+            is_over = !holds();
+            *batches > 0 && !is_over
+        };
         let waited = self
             .freed
             .wait_timeout_while(self.batches(), timeout, is_to_wait);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
+        is_over
     }
 
     fn batches(&self) -> MutexGuard<'_, usize> {
@@ -111,11 +118,12 @@ mod tests {
     #[test]
     fn who_needs_room_waits_until_it_is_there_and_no_longer() {
         let freeing = Arc::new(Freeing::default());
-        freeing.wait_while(PATIENCE, || true);
+        assert!(!freeing.wait_while(PATIENCE, || true), "nothing comes");
+        assert!(freeing.wait_while(PATIENCE, || false));
         let (senders, things) = slow(AT_ONCE + 1);
         freeing.free(things);
-        freeing.wait_while(PATIENCE, || false);
-        freeing.wait_while(Duration::from_millis(20), || true);
+        assert!(freeing.wait_while(PATIENCE, || false));
+        assert!(!freeing.wait_while(Duration::from_millis(20), || true));
         assert_eq!(*freeing.batches(), 1, "the time is over");
         senders
             .iter()

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, BinaryHeap, HashMap};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use outram_wire::server::channel::EventFd;
 use outram_wire::server::clock::BootTime;
@@ -224,9 +224,22 @@ impl Ledger {
         Ok(wanted)
     }
 
-    /// Leases one more slab out of the client's reservation.
+    /// Leases one more slab out of the client's reservation. Where there is no room, what is on its way back is waited
+    /// for: of several who wait, each has its time, whoever takes first what is freed.
     pub(crate) fn lease(&self, hold: &Hold) -> Result<SlabId, Refusal> {
-        self.await_freed(hold.session.holder);
+        let deadline = Instant::now() + FREED_WITHIN;
+        loop {
+            match self.lease_now(hold) {
+                Err(full @ Refusal::ServerFull { .. }) if !self.await_freed(deadline) => {
+                    return Err(full);
+                }
+                Err(Refusal::ServerFull { .. }) => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn lease_now(&self, hold: &Hold) -> Result<SlabId, Refusal> {
         let mut books = self.books();
         let free_bytes = self.free_to_lend(&books, hold.session.holder);
         let slab_bytes = self.terms.slab_bytes;
@@ -268,17 +281,16 @@ impl Ledger {
         Ok(id)
     }
 
-    /// Waits for memory that is on its way back, should there be no room for another slab before.
-    fn await_freed(&self, holder: Holder) {
-        let books = self.books();
-        let lendable = match holder.is_disk() {
-            true => books.memory_bytes,
-            false => books.lendable_bytes(),
+    /// Waits until there is room for another slab of a guest's; false where nothing more comes back, or not in time. A
+    /// disk needs no room: see [`Self::free_to_lend`].
+    fn await_freed(&self, deadline: Instant) -> bool {
+        let lendable = self.books().lendable_bytes();
+        let is_full = || {
+            let lent = self.lent_bytes.load(Ordering::Acquire);
+            lendable.saturating_sub(lent) < self.terms.slab_bytes
         };
-        drop(books);
-        let most = lendable.saturating_sub(self.terms.slab_bytes);
-        let is_full = || self.lent_bytes.load(Ordering::Acquire) > most;
-        self.freeing.wait_while(FREED_WITHIN, is_full);
+        let left = deadline.saturating_duration_since(Instant::now());
+        self.freeing.wait_while(left, is_full)
     }
 
     /// Takes all slabs of a session that is over: nobody reaches anything there from then on, and their memory is

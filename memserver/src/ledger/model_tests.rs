@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use outram_wire::server::channel::{EventFd, new_waker};
@@ -481,4 +482,90 @@ fn whoever_comes_next_has_the_room_of_who_said_goodbye() {
         }
         assert_eq!(world.ledger.end(&hold).expect("its own").slabs, 12);
     }
+}
+
+/// A slab's room on its way back: it is there once its sender says so.
+struct Returning(mpsc::Receiver<()>, Arc<AtomicU64>);
+
+impl Drop for Returning {
+    fn drop(&mut self) {
+        let told = self.0.recv_timeout(Duration::from_secs(60));
+        told.expect("nobody waits for it");
+        self.1.fetch_sub(SLAB, Ordering::AcqRel);
+    }
+}
+
+/// Has all of the memory be on its way back, each slab's once something is sent.
+fn give_all_back(world: &World) -> Vec<mpsc::Sender<()>> {
+    let lent = &world.ledger.lent_bytes;
+    lent.fetch_add(MEMORY, Ordering::AcqRel);
+    let (senders, returning) = (0..MEMORY / SLAB)
+        .map(|_| mpsc::channel())
+        .map(|(sender, receiver)| (sender, Returning(receiver, lent.clone())))
+        .unzip::<_, _, _, Vec<_>>();
+    world.ledger.freeing.free(returning);
+    senders
+}
+
+#[test]
+fn of_several_who_wait_for_freed_memory_none_is_refused_while_more_comes() {
+    let world = World::new();
+    let holds = [0, 1].map(|vm| world.admit(vm, 1).expect("there is room"));
+    let each = MEMORY / 2;
+    for hold in &holds {
+        world.ledger.reserve(hold, each).expect("there is room");
+    }
+    let returning = give_all_back(&world);
+    std::thread::scope(|scope| {
+        for hold in &holds {
+            let ledger = &world.ledger;
+            scope.spawn(move || {
+                for number in 0..each / SLAB {
+                    let leased = ledger.lease(hold);
+                    assert!(leased.is_ok(), "slab {number}: {leased:?}");
+                }
+            });
+        }
+        // So that both wait by then; and each time, that both see the room before one of them has it.
+        let pause = Duration::from_millis(20);
+        for sender in returning {
+            std::thread::sleep(pause);
+            let _books = world.ledger.books();
+            sender.send(()).expect("it is on its way");
+            std::thread::sleep(pause);
+        }
+    });
+    assert_eq!(world.ledger.stats(|_| true).leased_bytes, MEMORY);
+}
+
+#[test]
+fn who_finds_no_room_and_nothing_on_its_way_back_is_refused() {
+    let world = World::new();
+    let hold = world.admit(0, 1).expect("there is room");
+    world.ledger.reserve(&hold, SLAB).expect("there is room");
+    // Also where less than a slab may be lent, and nothing is.
+    world.ledger.set_memory(SLAB / 2);
+    let refused = world.ledger.lease(&hold);
+    assert!(
+        matches!(refused, Err(Refusal::ServerFull { .. })),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn a_disks_slab_waits_for_no_memory_to_come_back() {
+    let world = World::new();
+    let disk = world.create_disk();
+    world.ledger.reserve(&disk, SLAB).expect("there is room");
+    let returning = give_all_back(&world);
+    let ended = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| ended.0.send(world.ledger.lease(&disk).map(drop)));
+        // All of it is on its way still when the disk has its slab.
+        let leased = ended.1.recv_timeout(FREED_WITHIN / 2);
+        for sender in returning {
+            sender.send(()).expect("it is on its way");
+        }
+        assert_eq!(leased, Ok(Ok(())));
+    });
 }
