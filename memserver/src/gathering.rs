@@ -93,9 +93,8 @@ impl Gathering {
         loop {
             let left = self.most_bytes - shares.bytes;
             let turns = shares.clients.values_mut().filter_map(|share| {
-                let front = share.waiting.front()?;
-                let has_room = share.bytes + front.bytes <= self.most_of_one;
-                has_room.then_some((front.ticket, front.bytes, share))
+                let next = self.next_of(share)?;
+                Some((next.ticket, next.bytes, share))
             });
             let Some((_, bytes, share)) = turns.min_by_key(|(ticket, _, _)| *ticket) else {
                 return;
@@ -113,6 +112,12 @@ impl Gathering {
         }
     }
 
+    /// Who of a certificate's may have its turn next, if the certificate's share has room for it.
+    fn next_of<'a>(&self, share: &'a Share) -> Option<&'a Waiting> {
+        let front = share.waiting.front()?;
+        (share.bytes + front.bytes <= self.most_of_one).then_some(front)
+    }
+
     fn shares(&self) -> MutexGuard<'_, Shares> {
         // Nothing under the lock can panic half-way through a change.
         self.shares.lock().unwrap_or_else(PoisonError::into_inner)
@@ -120,13 +125,15 @@ impl Gathering {
 }
 
 impl<'a> Gatherer<'a> {
-    /// Whether anybody waits for memory.
+    /// Whether anybody waits for memory that could have what this client gives back: others who have their
+    /// certificate's share could not.
     pub(crate) fn is_wanted(self) -> bool {
         let shares = self.gathering.shares();
-        shares
-            .clients
-            .values()
-            .any(|share| !share.waiting.is_empty())
+        let mut clients = shares.clients.iter();
+        clients.any(|(client, share)| match client == self.client {
+            true => !share.waiting.is_empty(),
+            false => self.gathering.next_of(share).is_some(),
+        })
     }
 
     /// Waits for so many bytes, which are no more than a request's, until `deadline` or until `is_over` says that
@@ -250,10 +257,32 @@ mod tests {
         thread::scope(|scope| {
             let waiting = scope.spawn(|| gathering.of(&a).take(4, some_day(), || false).is_some());
             wait_for(&gathering, 1);
-            assert!(gathering.of(&b).is_wanted());
+            assert!(gathering.of(&a).is_wanted());
             assert!(gathering.of(&b).take(4, soon(), || false).is_some());
             drop(held);
             assert!(waiting.join().expect("no panic"));
+        });
+    }
+
+    #[test]
+    fn what_only_others_without_room_in_their_share_wait_for_is_not_wanted() {
+        let gathering = Gathering::new(8, 4);
+        let [a, b, c] = ["a", "b", "c"].map(client);
+        let take = |client, bytes| gathering.of(client).take(bytes, soon(), || false);
+        let (held, _other) = (take(&a, 4), take(&b, 4));
+        thread::scope(|scope| {
+            let own = scope.spawn(|| gathering.of(&a).take(2, some_day(), || false).is_some());
+            wait_for(&gathering, 1);
+            assert!(
+                !gathering.of(&b).is_wanted(),
+                "it is a's share that is full"
+            );
+            assert!(gathering.of(&a).is_wanted());
+            let third = scope.spawn(|| gathering.of(&c).take(1, some_day(), || false).is_some());
+            wait_for(&gathering, 2);
+            assert!(gathering.of(&b).is_wanted(), "c could have it");
+            drop(held);
+            assert!(own.join().expect("no panic") && third.join().expect("no panic"));
         });
     }
 
