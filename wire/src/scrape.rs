@@ -92,7 +92,7 @@ impl Drop for Page {
 
 /// Answers one HTTP request.
 fn answer(socket: &TcpStream, render: impl FnOnce() -> Option<String>) -> io::Result<()> {
-    let head = read_head(socket)?;
+    let head = read_head(socket, |left| socket.set_read_timeout(Some(left)))?;
     let line = head.split(|byte| *byte == b'\r').next();
     let mut words = line.unwrap_or_default().split(|byte| *byte == b' ');
     let (method, path) = (words.next(), words.next());
@@ -115,8 +115,11 @@ fn answer(socket: &TcpStream, render: impl FnOnce() -> Option<String>) -> io::Re
     write_answer(socket, response.as_bytes())
 }
 
-/// Reads a request to the end of its head, in a bounded time all together.
-fn read_head(mut socket: &TcpStream) -> io::Result<Vec<u8>> {
+/// Reads a request to the end of its head, in a bounded time all together: `set_timeout` bounds what each read takes.
+fn read_head(
+    mut socket: impl Read,
+    set_timeout: impl Fn(Duration) -> io::Result<()>,
+) -> io::Result<Vec<u8>> {
     let deadline = Instant::now() + SCRAPE_TIMEOUT;
     let mut head = Vec::new();
     let mut chunk = [0; 1024];
@@ -124,10 +127,13 @@ fn read_head(mut socket: &TcpStream) -> io::Result<Vec<u8>> {
         if head.len() > MAX_REQUEST_BYTES {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        socket.set_read_timeout(Some(left_until(deadline)?))?;
-        match socket.read(&mut chunk)? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            read => head.extend_from_slice(&chunk[..read]),
+        set_timeout(left_until(deadline)?)?;
+        match socket.read(&mut chunk) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => head.extend_from_slice(&chunk[..read]),
+            // A process that was stopped and goes on has this of every socket with a time-out.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(head)
@@ -186,6 +192,33 @@ mod tests {
         let text = answered(&page);
         assert!(text.starts_with("HTTP/1.1 500 "), "{text}");
         assert!(!text.contains("# EOF"), "{text}");
+    }
+
+    /// A socket whose every other read is interrupted, and which gives a few bytes at a time.
+    struct Interrupted<'a> {
+        rest: &'a [u8],
+        is_next: bool,
+    }
+
+    impl Read for Interrupted<'_> {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            self.is_next = !self.is_next;
+            if self.is_next {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let few = into.len().min(5);
+            self.rest.read(&mut into[..few])
+        }
+    }
+
+    #[test]
+    fn a_request_is_read_on_after_an_interruption() {
+        let socket = Interrupted {
+            rest: REQUEST,
+            is_next: false,
+        };
+        let head = read_head(socket, |_| Ok(())).expect("read");
+        assert_eq!(head, REQUEST);
     }
 
     #[test]
