@@ -226,6 +226,11 @@ impl DemandReads {
         self.waiting.extend(flight.fetches().map(alone));
     }
 
+    /// Whether a page still has its copy where it was fetched from.
+    pub(super) fn is_there(&self, fetch: Fetch) -> bool {
+        self.shared.table.load(fetch.page).slot == Some(fetch.slot)
+    }
+
     /// Fetches whose slab is gone, since the last call.
     pub(super) fn drain_gone(&mut self) -> Vec<Fetch> {
         std::mem::take(&mut self.gone)
@@ -361,6 +366,7 @@ mod tests {
     use super::*;
     use crate::engine::shard::tests::bench;
     use crate::engine::slots::SlabRef;
+    use crate::engine::table::{Entry, State};
     use crate::engine::{PageIndex, SlotId};
     use crate::remote::test_server::{PATIENCE, Pki, SLAB, anywhere, config, serve};
     use crate::remote::{ExtentError, NewSession, SessionEvent};
@@ -588,6 +594,44 @@ mod tests {
         );
         let right = |(pages, result): &(Vec<u32>, _)| *result == Ok(bytes_of(pages));
         assert_eq!(answers.iter().filter(|answer| right(answer)).count(), 3);
+    }
+
+    #[test]
+    fn a_page_that_was_dropped_on_its_way_is_missed_by_nobody() {
+        let mut reads = Reads::new();
+        let shared = Arc::clone(&reads.demand.shared);
+        let fetch = Fetch {
+            id: FetchId(1),
+            page: PageIndex(1),
+            slot: SlotId {
+                group: UNKNOWN,
+                index: 1,
+            },
+            ahead: true,
+            with_next: false,
+        };
+        let stored = Entry {
+            state: State::Stored,
+            slot: Some(fetch.slot),
+            ..Entry::ABSENT
+        };
+        shared.table.store(fetch.page, &stored);
+        reads.ask(fetch);
+        reads.demand.send_ahead();
+        assert!(reads.answers()[0].1.is_err());
+        assert!(reads.demand.is_there(fetch), "it is lost");
+        shared.table.store(fetch.page, &stored.into_absent());
+        assert!(!reads.demand.is_there(fetch), "its guest gave it back");
+        let elsewhere = SlotId {
+            group: KNOWN,
+            index: 1,
+        };
+        let moved = Entry {
+            slot: Some(elsewhere),
+            ..stored
+        };
+        shared.table.store(fetch.page, &moved);
+        assert!(!reads.demand.is_there(fetch), "it lies elsewhere");
     }
 
     #[test]

@@ -556,7 +556,10 @@ impl ShardThread {
                     }
                     Err(error) if flight.count() == 1 => {
                         let fetch = flight.first();
-                        tracing::error!(%error, page = fetch.page.0, "a memory server does not know a page's place");
+                        // One that is fetched ahead may have been dropped meanwhile, and its slab given back.
+                        if arrivals.ports().demand.is_there(fetch) {
+                            tracing::error!(%error, page = fetch.page.0, "a memory server does not know a page's place");
+                        }
                         arrivals.on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
                     }
                     Err(_) => arrivals.ports().demand.ask_one_by_one(&flight),
