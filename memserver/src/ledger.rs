@@ -293,11 +293,10 @@ impl Ledger {
         self.freeing.wait_while(left, is_full)
     }
 
-    /// Takes all slabs of a session that is over: nobody reaches anything there from then on, and their memory is
-    /// the system's again soon. Their number.
+    /// Takes all slabs of a session that is over and was cut: nobody reaches anything there, for a key is of use by the
+    /// session's own queue pairs alone, and their memory is the system's again soon. Their number.
     fn take_back(&self, session: &Session) -> u64 {
         let slabs: Vec<Arc<Slab>> = session.take_slabs().into_values().collect();
-        slabs.iter().for_each(|slab| slab.revoke());
         let count = slabs.len() as u64;
         self.freeing.free(slabs);
         count

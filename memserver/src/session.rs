@@ -328,6 +328,11 @@ impl Session {
         slabs.insert(id, Arc::new(slab));
     }
 
+    #[cfg(test)]
+    pub(crate) fn slab(&self, id: SlabId) -> Option<Arc<Slab>> {
+        self.slabs().get(&id).cloned()
+    }
+
     /// Takes a slab out; dropping it gives its memory back, which is not to be done under a lock.
     pub(crate) fn take_slab(&self, id: SlabId) -> Option<Arc<Slab>> {
         let mut slabs = self.slabs.write().unwrap_or_else(PoisonError::into_inner);

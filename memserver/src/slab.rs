@@ -236,6 +236,12 @@ impl Slab {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Keeps it from being revoked meanwhile, as a device does that takes long for it.
+    #[cfg(test)]
+    pub(crate) fn keep_registration(&self) -> impl Drop + '_ {
+        self.registration()
+    }
+
     /// A guest's memory has no place in a core dump.
     fn keep_private(&self) -> io::Result<()> {
         let (mapping, bytes) = self.mapping();

@@ -569,3 +569,21 @@ fn a_disks_slab_waits_for_no_memory_to_come_back() {
         assert_eq!(leased, Ok(Ok(())));
     });
 }
+
+#[test]
+fn who_says_goodbye_waits_for_no_slab_to_be_deregistered() {
+    let world = World::new();
+    let hold = world.admit(0, 1).expect("there is room");
+    world.ledger.reserve(&hold, MEMORY).expect("all is free");
+    let leased = (0..MEMORY / SLAB).map(|_| world.ledger.lease(&hold).expect("reserved"));
+    let last = leased.last().expect("several");
+    let slab = hold.session.slab(last).expect("its own");
+    let registration = slab.keep_registration();
+    let ended = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| ended.0.send(world.ledger.end(&hold)));
+        let answer = ended.1.recv_timeout(Duration::from_secs(20));
+        drop(registration);
+        assert!(matches!(answer, Ok(Ok(_))), "{answer:?}");
+    });
+}
