@@ -16,6 +16,7 @@ use outram_wire::verbs::VerbsError;
 
 use super::keeper::{Keeper, LinkEnd, jittered};
 use super::opener::{Agreed, Opening};
+use super::parting::Parting;
 use super::verbs::{Half, Other, Verbs};
 use super::{RemoteError, SessionEvent};
 
@@ -61,8 +62,8 @@ pub(super) struct Link {
     pub(super) local: Option<IpAddr>,
     /// RDMA, where data goes over it.
     pub(super) verbs: Option<Verbs>,
-    /// Slabs that are to be given back, and since when.
-    pub(super) parting: VecDeque<(Instant, SlabId)>,
+    /// Slabs that are to be given back.
+    pub(super) parting: Parting,
 }
 
 impl Link {

@@ -20,6 +20,7 @@ use outram_wire::verbs::Presence;
 use super::connect::{Dialer, Greeted};
 use super::exchange::{Asked, Link};
 use super::opener::{Opener, Opening};
+use super::parting::Parting;
 use super::session::{Former, Order, Orders, SessionStatus, Shared};
 use super::verbs_pause::VerbsPause;
 use super::{RemoteConfig, RemoteError, ServerAddress, SessionEvent};
@@ -30,10 +31,6 @@ const LAST_ORDER: Duration = Duration::from_secs(30);
 /// Where RDMA ends so soon after a greeting it is of no use, whatever its first packets did: within eight seconds a
 /// queue pair tells what does not get through.
 const SOON: Duration = Duration::from_secs(15);
-
-/// Until a slab that is to be given back over RDMA is. A page that was fetched ahead may have been dropped while it
-/// was on its way: its read would end at a key that is not valid any more, and with it every queue pair.
-const PARTING: Duration = Duration::from_secs(1);
 
 /// Why the keeper stops serving a link.
 pub(super) enum LinkEnd {
@@ -313,7 +310,8 @@ impl Keeper {
         self.keep_time(link)?;
         let awaited = link.in_flight.front().map(|first| first.answer_by);
         let retries = self.retry_roles.iter().map(|(at, _)| *at);
-        let deadline = retries.chain(awaited).fold(link.renew_at, Instant::min);
+        let others = awaited.into_iter().chain(link.parting.next_at());
+        let deadline = retries.chain(others).fold(link.renew_at, Instant::min);
         let received = link.channel.receive(deadline, Some(&self.shared.waker));
         match received.map_err(|source| self.failed(source))? {
             Received::Message(message) => {
@@ -351,7 +349,7 @@ impl Keeper {
             is_closing: false,
             local: greeted.local,
             verbs: greeted.verbs,
-            parting: VecDeque::new(),
+            parting: Parting::default(),
         };
         if let Some(verbs) = &link.verbs {
             self.device = Some(verbs.presence());
@@ -438,13 +436,13 @@ impl Keeper {
         match order {
             Order::Lease => {
                 self.leases_wanted += 1;
-                self.reserve_more(link)?;
-                self.ask(link, Asked::Lease)
+                link.parting.want_lease();
+                self.ask_leases(link)
             }
             Order::Release(slab) => {
                 self.note_release(slab);
                 match &link.verbs {
-                    Some(_) => link.parting.push_back((Instant::now(), slab)),
+                    Some(_) => link.parting.add(Instant::now(), slab),
                     None => self.ask(link, Asked::Release(slab))?,
                 }
                 Ok(())
@@ -492,6 +490,27 @@ impl Keeper {
         }
     }
 
+    /// Asks for the leases that there is room for. Should the link be lost, all that are wanted are asked for anew.
+    fn ask_leases(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
+        let (reserved, slab) = {
+            let status = self.shared.status();
+            (status.reserved_bytes, status.slab_bytes)
+        };
+        let promised = link.promise_under_way().unwrap_or(reserved);
+        let taken = self.taken_slabs(link);
+        for _ in 0..link.parting.take_leases(taken, promised / slab.max(1)) {
+            self.reserve_more(link)?;
+            self.ask(link, Asked::Lease)?;
+        }
+        Ok(())
+    }
+
+    /// Slabs that are held or asked for, without those that are given up.
+    fn taken_slabs(&self, link: &Link) -> u64 {
+        let asked = self.leases_wanted.saturating_sub(link.parting.leases());
+        (self.held.len() + asked) as u64
+    }
+
     /// Asks for more than was promised, or is about to be, where what is leased goes beyond: another server may
     /// have taken its promise back.
     fn reserve_more(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
@@ -499,7 +518,7 @@ impl Keeper {
             let status = self.shared.status();
             (status.reserved_bytes, status.slab_bytes)
         };
-        let leased = (self.held.len() + self.leases_wanted) as u64 * slab;
+        let leased = self.taken_slabs(link) * slab;
         match leased > link.promise_under_way().unwrap_or(reserved) {
             true => self.ask(link, Asked::ReserveMore(leased)),
             false => Ok(()),
@@ -556,18 +575,15 @@ impl Keeper {
         Ok(())
     }
 
-    /// Gives slabs back that nothing is read from any more.
+    /// Gives slabs back that nothing is read from any more, and asks for what was to have their room.
     fn release_parting(&mut self, link: &mut Link, now: Instant) -> Result<(), LinkEnd> {
-        while let Some((since, slab)) = link.parting.front().copied()
-            && now.duration_since(since) >= PARTING
-        {
-            link.parting.pop_front();
+        while let Some(slab) = link.parting.take_due(now) {
             if let Some(verbs) = &link.verbs {
                 verbs.keys.remove(slab);
             }
             self.ask(link, Asked::Release(slab))?;
         }
-        Ok(())
+        self.ask_leases(link)
     }
 
     /// Waits before connecting again, and takes orders meanwhile; false if the session is over.

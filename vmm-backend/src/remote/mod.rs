@@ -28,6 +28,7 @@ mod error;
 mod exchange;
 mod keeper;
 mod opener;
+mod parting;
 mod session;
 #[cfg(test)]
 mod session_tests;
