@@ -57,9 +57,12 @@ pub(super) fn create(
             connected => break connected?,
         }
     };
-    match reserve(config, &lines) {
-        Ok(layout) => {
-            let keys = begin(config, identity, table, &layout, 1)?;
+    let reserved = reserve(config, &lines).and_then(|layout| {
+        let keys = begin(config, identity, table, &layout, 1)?;
+        Ok((layout, keys))
+    });
+    match reserved {
+        Ok((layout, keys)) => {
             table.open();
             Ok(Store::new(layout, lines, keys, Extents::new(table), 1, 0))
         }
