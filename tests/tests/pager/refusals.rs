@@ -2,6 +2,7 @@
 //! and nothing left mounted.
 
 use std::fs;
+use std::net::TcpListener;
 
 use anyhow::{Context, Result, ensure};
 use outram_tests::hermetic::command::{COMMAND, Finished, run_within};
@@ -14,6 +15,7 @@ pub(crate) const TESTS: &[crate::Test] = &[
     ("one_server_under_two_names_is_refused", twice),
     ("certificates_of_strangers_are_refused", strangers),
     ("what_is_asked_wrongly_is_refused", wrong),
+    ("who_cannot_serve_metrics_keeps_nothing", no_metrics),
 ];
 
 const RAM: u64 = 64 << 20;
@@ -112,6 +114,36 @@ fn twice(lab: &Lab) -> Result<()> {
         !metrics.contains("outram_memserver_client_reserved_bytes{"),
         "a session stays behind: {metrics}"
     );
+    Ok(())
+}
+
+/// The address of its metrics is another's: neither its room nor its disk, which were made by then, stay behind.
+fn no_metrics(lab: &Lab) -> Result<()> {
+    let server = lab.server()?;
+    let address = &server.address;
+    let taken = TcpListener::bind("127.0.0.1:0")?;
+    let metrics = taken.local_addr()?.to_string();
+    let key = lab.path("disk-key-without-metrics");
+    fs::write(&key, "5".repeat(64))?;
+    let key = key.display().to_string();
+    let wanted = [
+        "--local-ratio",
+        "0.5",
+        "--server",
+        address,
+        "--metrics",
+        &metrics,
+        "--disk-size",
+        "64MiB",
+        "--disk-key-file",
+        &key,
+    ];
+    demand(lab, &wanted, &[&metrics])?;
+    let page = server.metrics()?;
+    for kept in ["client", "disk"] {
+        let sample = format!("outram_memserver_{kept}_reserved_bytes{{");
+        ensure!(!page.contains(&sample), "a {kept}'s stays behind: {page}");
+    }
     Ok(())
 }
 

@@ -261,8 +261,13 @@ fn serve(config: Config, powers: Powers, dir: &RunDir, doors: Doors) -> anyhow::
     let daemon = Daemon::new(config, powers, remote.identity, Some(prepared), disk);
     tracing::info!(name = %daemon.config.name, limit = %daemon.config.limit, "waiting for QEMU");
     let daemon = Arc::new(daemon);
-    let metrics = serve_metrics(&daemon)?;
-    open_doors(daemon, dir, doors, metrics)
+    let served = serve_metrics(&daemon)
+        .and_then(|metrics| open_doors(Arc::clone(&daemon), dir, doors, metrics));
+    // Where QEMU never came, nobody goes on with what was set aside for it. (Who watched has closed it already.)
+    if served.is_err() && daemon.end_waiting(Stage::Ending) {
+        daemon.close();
+    }
+    served
 }
 
 /// Goes on with a guest whose backend died: its memory first, then all that others may ask for.
