@@ -492,7 +492,7 @@ mod tests {
         assert_eq!(window.pages().next(), Some(PageIndex(89)));
         // Where streams end early, a single fault in the next block says nothing more.
         let mut prefetch = Prefetch::new(MOST, 1);
-        walk(&mut prefetch, pairs(2));
+        prefetch.doubt = DOUBT_MOST / 2;
         for block in 0..4 {
             let page = PageIndex(2_000_000 + 8 * block);
             let noted = prefetch.note(page);

@@ -104,6 +104,7 @@ fn asked_with_the_third(bench: &mut Bench, pays: bool) -> Vec<(bool, Vec<(u32, b
             assert_eq!(bench.read(page), Some(bytes(page as u8)));
         }
         for page in first..first + 4 {
+            bench.punch(page);
             bench.remove(page);
         }
         (with_next, asked)
