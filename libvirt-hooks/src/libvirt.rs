@@ -3,7 +3,12 @@
 //! Only the system's own libvirt on this host is used: the backends, their sockets and the guests'
 //! memory are this host's. The exception is a look at a migration's destination.
 
-use std::env;
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
+use std::{env, thread};
 
 use outram_wire::units::VmId;
 use virt::connect::Connect;
@@ -12,6 +17,45 @@ use virt::error::{Error, ErrorNumber};
 use virt::sys;
 
 use crate::metadata::{NAMESPACE, PREFIX, PROBE};
+
+/// A thread asks libvirt and is not waited for any longer.
+static IS_GIVEN_UP: AtomicBool = AtomicBool::new(false);
+
+/// Asks libvirt in a thread of its own, so that a libvirt that hangs does not hang us; nothing where it gave no answer
+/// within `patience`. An error where there is no thread.
+pub(crate) fn ask_within<T: Send + 'static>(
+    patience: Duration,
+    ask: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<Option<T>> {
+    let (answer, result) = mpsc::channel();
+    let ask = move || {
+        // The receiver is gone only if this took too long, which is told there.
+        let _ = answer.send(ask());
+    };
+    let asker = thread::Builder::new()
+        .name("libvirt".to_owned())
+        .spawn(ask)?;
+    let answer = result.recv_timeout(patience);
+    match answer {
+        // What its libraries keep for a thread they free as that ends: amid the end of the process, that breaks the heap.
+        Ok(_) => drop(asker.join()),
+        Err(_) => IS_GIVEN_UP.store(true, Ordering::Relaxed),
+    }
+    Ok(answer.ok())
+}
+
+/// Ends the process: without what its libraries do at its end, where a thread may be in the midst of one.
+pub fn leave(succeeded: bool) -> ExitCode {
+    if IS_GIVEN_UP.load(Ordering::Relaxed) {
+        // Whatever is said by then has been, or cannot be.
+        let _ = io::stdout().flush();
+        signal_hook::low_level::exit(i32::from(!succeeded));
+    }
+    match succeeded {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    }
+}
 
 /// The environment variable that libvirt's tools take their URI from.
 pub const URI_VARIABLE: &str = "LIBVIRT_DEFAULT_URI";
@@ -327,6 +371,36 @@ impl LibvirtDomain {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    thread_local! {
+        static OF_THE_THREAD: SlowToGo = const { SlowToGo };
+    }
+
+    static HAS_GONE: AtomicBool = AtomicBool::new(false);
+
+    struct SlowToGo;
+
+    impl Drop for SlowToGo {
+        fn drop(&mut self) {
+            thread::sleep(Duration::from_millis(300));
+            HAS_GONE.store(true, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn the_thread_that_asked_has_ended_once_its_answer_is_here() {
+        let answer = ask_within(Duration::from_secs(60), || OF_THE_THREAD.with(|_| 7));
+        assert_eq!(answer.expect("a thread"), Some(7));
+        assert!(HAS_GONE.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn who_hangs_is_not_waited_for() {
+        let (_keep, hangs) = mpsc::channel::<()>();
+        let answer = ask_within(Duration::from_millis(10), move || hangs.recv());
+        assert_eq!(answer.expect("a thread"), None);
+        assert!(IS_GIVEN_UP.load(Ordering::Relaxed));
+    }
 
     #[test]
     fn only_the_local_system_is_taken() {

@@ -3,9 +3,9 @@
 //! The shell's script asks this very program for candidates ([`answer_shell`]), so that it offers
 //! the domains that there are. It never waits long for them, and offers none rather than an error.
 
+use std::env;
 use std::io::{self, Write};
-use std::sync::mpsc;
-use std::thread;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -14,7 +14,7 @@ use clap_complete::env::Shells;
 use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
 
 use super::Arguments;
-use crate::libvirt::Libvirt;
+use crate::libvirt::{Libvirt, ask_within, leave};
 
 /// The environment variable by which a shell's script asks for candidates.
 const VARIABLE: &str = "COMPLETE";
@@ -68,11 +68,15 @@ impl CompletionsArguments {
     }
 }
 
-/// Answers a shell that asks for candidates, and ends the program then; does nothing otherwise.
-pub fn answer_shell() {
-    CompleteEnv::with_factory(Arguments::command)
-        .var(VARIABLE)
-        .complete();
+/// Answers a shell that asks for candidates: the status to end with then; nothing otherwise.
+pub fn answer_shell() -> Option<ExitCode> {
+    let shell = CompleteEnv::with_factory(Arguments::command).var(VARIABLE);
+    let directory = env::current_dir().ok();
+    match shell.try_complete(env::args_os(), directory.as_deref()) {
+        Ok(false) => None,
+        Ok(true) => Some(leave(true)),
+        Err(error) => error.exit(),
+    }
 }
 
 /// The names of libvirt's domains as candidates of an argument.
@@ -88,15 +92,10 @@ pub fn domain_names() -> ArgValueCandidates {
 
 /// Asks libvirt in a thread of its own: one that hangs must not hang the shell.
 fn names_within(patience: Duration) -> Vec<String> {
-    let (answer, names) = mpsc::channel();
-    let ask = move || {
-        let names = Libvirt::connect_to_read(None).and_then(|libvirt| libvirt.domain_names());
-        // Nobody listens any more where it took too long.
-        let _ = answer.send(names.unwrap_or_default());
-    };
+    let names = || Libvirt::connect_to_read(None).and_then(|libvirt| libvirt.domain_names());
     // Without a thread there are no candidates, which is no error at a shell's prompt.
-    let _ = thread::Builder::new().name("names".to_owned()).spawn(ask);
-    names.recv_timeout(patience).unwrap_or_default()
+    let answer = ask_within(patience, names).ok().flatten();
+    answer.and_then(Result::ok).unwrap_or_default()
 }
 
 /// Whether a shell takes a name as one word as it stands; Bash does not quote candidates itself.

@@ -1,9 +1,7 @@
 //! What is known of each guest: its backend's own report, or why there is none.
 
-use std::fs;
-use std::sync::mpsc;
-use std::thread;
 use std::time::Duration;
+use std::{fs, thread};
 
 use anyhow::{Context, Result, anyhow, bail};
 use outram_wire::control::{Phase, Status, is_supervised};
@@ -14,7 +12,7 @@ use crate::backend_control::{BackendControl, ControlError};
 use crate::backend_log::BackendLog;
 use crate::host::Paths;
 use crate::launch;
-use crate::libvirt::Libvirt;
+use crate::libvirt::{Libvirt, ask_within};
 
 /// How long libvirt may take for what can be done without it, or told of.
 const LIBVIRT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -248,13 +246,6 @@ fn look_up(name: String, uri: Option<String>) -> Result<VmId> {
 pub(super) fn within_time<T: Send + 'static>(
     ask: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T> {
-    let (answer, result) = mpsc::channel();
-    thread::Builder::new()
-        .name("libvirt".to_owned())
-        .spawn(move || {
-            // The receiver is gone only if this took too long, which is reported there.
-            let _ = answer.send(ask());
-        })?;
-    let answered = result.recv_timeout(LIBVIRT_TIMEOUT);
-    answered.map_err(|_| anyhow!("libvirt gave no answer within {LIBVIRT_TIMEOUT:?}: it may hang"))
+    ask_within(LIBVIRT_TIMEOUT, ask)?
+        .with_context(|| format!("libvirt gave no answer within {LIBVIRT_TIMEOUT:?}: it may hang"))
 }
