@@ -229,12 +229,10 @@ impl Ledger {
     pub(crate) fn lease(&self, hold: &Hold) -> Result<SlabId, Refusal> {
         let deadline = Instant::now() + FREED_WITHIN;
         loop {
-            match self.lease_now(hold) {
-                Err(full @ Refusal::ServerFull { .. }) if !self.await_freed(deadline) => {
-                    return Err(full);
-                }
-                Err(Refusal::ServerFull { .. }) => {}
-                outcome => return outcome,
+            let outcome = self.lease_now(hold);
+            let is_full = matches!(outcome, Err(Refusal::ServerFull { .. }));
+            if !is_full || !self.await_freed(deadline) {
+                return outcome;
             }
         }
     }

@@ -265,24 +265,21 @@ impl Policy for ThreeQueues {
     }
 
     fn left_with(&mut self, page: PageIndex) -> Together {
-        let left = self.mark(page);
-        if left == 0 || is_here(left) {
+        let (left, is_sample) = (self.mark(page), Reunions::samples(page));
+        if left == 0 || is_here(left) || !(is_sample || self.reunions.pay()) {
             return Together::NONE;
         }
         let together = Together::with(page, |other| {
             let mark = self.in_range(other.0).then(|| self.mark(other));
             mark.is_some_and(|mark| mark != 0 && !is_here(mark) && number(mark) == number(left))
         });
-        if Reunions::samples(page) {
-            if let Some(mate) = together.pages().next() {
-                self.reunions.watch(mate, Sample::Mate);
-            }
-            return Together::NONE;
+        if !is_sample {
+            return together;
         }
-        match self.reunions.pay() {
-            true => together,
-            false => Together::NONE,
+        if let Some(mate) = together.pages().next() {
+            self.reunions.watch(mate, Sample::Mate);
         }
+        Together::NONE
     }
 
     fn departed(&mut self, page: PageIndex) {

@@ -492,17 +492,20 @@ impl Keeper {
 
     /// Asks for the leases that there is room for. Should the link be lost, all that are wanted are asked for anew.
     fn ask_leases(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
-        let (reserved, slab) = {
-            let status = self.shared.status();
-            (status.reserved_bytes, status.slab_bytes)
-        };
-        let promised = link.promise_under_way().unwrap_or(reserved);
+        let (promised, slab) = self.promise(link);
         let taken = self.taken_slabs(link);
         for _ in 0..link.parting.take_leases(taken, promised / slab.max(1)) {
             self.reserve_more(link)?;
             self.ask(link, Asked::Lease)?;
         }
         Ok(())
+    }
+
+    /// Bytes that the server has promised, or is about to, and those of a slab.
+    fn promise(&self, link: &Link) -> (u64, u64) {
+        let status = self.shared.status();
+        let promised = link.promise_under_way();
+        (promised.unwrap_or(status.reserved_bytes), status.slab_bytes)
     }
 
     /// Slabs that are held or asked for, without those that are given up.
@@ -514,12 +517,9 @@ impl Keeper {
     /// Asks for more than was promised, or is about to be, where what is leased goes beyond: another server may
     /// have taken its promise back.
     fn reserve_more(&mut self, link: &mut Link) -> Result<(), LinkEnd> {
-        let (reserved, slab) = {
-            let status = self.shared.status();
-            (status.reserved_bytes, status.slab_bytes)
-        };
+        let (promised, slab) = self.promise(link);
         let leased = self.taken_slabs(link) * slab;
-        match leased > link.promise_under_way().unwrap_or(reserved) {
+        match leased > promised {
             true => self.ask(link, Asked::ReserveMore(leased)),
             false => Ok(()),
         }

@@ -74,28 +74,23 @@ impl<P: Ports> Shard<P> {
         let Some(part) = self.part_of(page) else {
             return;
         };
-        let block = block_of(page, granule).pages();
-        for next in block.filter(|next| part.contains(*next)) {
-            if self.fetch_unasked(next, false).is_break() {
-                return;
-            }
+        let is_there = |next: &PageIndex| part.contains(*next);
+        let block = block_of(page, granule).pages().filter(is_there);
+        if self.fetch_all_unasked(block, false).is_break() {
+            return;
         }
         if noted.is_single && granule == 1 && !self.shared.page_size.is_huge() {
             // Before the page itself is here: what left with it is not known after that.
             let together = self.policy.left_with(page);
             self.prefetch.note_together(page, together.behind(page));
-            for next in together.pages().filter(|next| part.contains(*next)) {
-                if self.fetch_unasked(next, false).is_break() {
-                    return;
-                }
-            }
-        }
-        let behind = noted.next.into_iter().flat_map(Window::pages);
-        for next in behind.take_while(|next| part.contains(*next)) {
-            if self.fetch_unasked(next, true).is_break() {
+            let together = together.pages().filter(is_there);
+            if self.fetch_all_unasked(together, false).is_break() {
                 return;
             }
         }
+        let behind = noted.next.into_iter().flat_map(Window::pages);
+        // Where there is no room, there is nothing else to do here.
+        let _ = self.fetch_all_unasked(behind.take_while(is_there), true);
     }
 
     /// Whatever is under way else has the wire and the room for itself.
@@ -111,6 +106,15 @@ impl<P: Ports> Shard<P> {
             && self.shared.table.state(next) == State::Stored
             && !self.pending.contains_key(&next)
             && self.shared.budget.spare() > 0
+    }
+
+    /// Asks for pages that nobody waits for, as long as there is room for more.
+    fn fetch_all_unasked(
+        &mut self,
+        mut pages: impl Iterator<Item = PageIndex>,
+        is_guess: bool,
+    ) -> ControlFlow<()> {
+        pages.try_for_each(|page| self.fetch_unasked(page, is_guess))
     }
 
     /// Asks for a page that nobody waits for; breaks where there is no room, or no server, for more.
