@@ -44,9 +44,10 @@ pub const SWAPPED: [&str; 3] = [ZRAM, SWAP_FILE, NBD];
 /// time of one.
 pub const LOCAL_TIMES: usize = 5;
 
-/// Between the preparation and the run where memory is paged: a guest of Outram's comes to rest in between, and the
-/// kernel is to have as good a chance to write out what is on its way. It does not say when it has.
-const PAUSE: Duration = Duration::from_secs(1);
+/// Between the preparation and the run where the kernel swaps: a guest of Outram's comes to rest in between, and the
+/// kernel is to have as good a chance to write out what is on its way. It does not say when it has. (The plain pager
+/// has nothing on its way when it goes on.)
+const PAUSE: Duration = Duration::from_millis(500);
 
 /// Attempts at a run under a cgroup's limit: the kernel may find nothing to swap out in time, and kill
 /// what it should shrink.
@@ -86,7 +87,7 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
     match memory {
         "huge" | "memfd" => {
             let runner = start(session, memory, task, &[])?;
-            drive(session, runner, task, Of::AllLocal)
+            drive(session, runner, task, LOCAL_TIMES, None)
         }
         "plain" => {
             let pages = bytes as usize / PAGE_BYTES;
@@ -98,7 +99,7 @@ pub fn run(session: &Session, memory: &str, task: &Task, bytes: u64, local: f64)
                 ("--pager-cpus", &list(&session.layout.pager)),
             ];
             let runner = start(session, "paged", task, &paging)?;
-            drive(session, runner, task, Of::Paged(None))
+            drive(session, runner, task, 1, None)
         }
         ZRAM | SWAP_FILE | NBD => {
             let swap = swap(session, memory, bytes * 2)?;
@@ -124,7 +125,7 @@ fn swapped(session: &Session, swap: &Swap, task: &Task, bytes: u64, limit: u64) 
     // Nothing of the data is there yet; the tables that map it come with it.
     let beside = group.used_bytes()? + bytes / MAPPED_BY_TABLE + SPARE_BYTES;
     group.set_limit(limit + beside)?;
-    let run = drive(session, runner, task, Of::Paged(Some(&group)))?;
+    let run = drive(session, runner, task, 1, Some(&group))?;
     ensure!(
         run.major_faults > 0,
         "nothing was swapped in: the cgroup's limit has no effect here"
@@ -154,22 +155,16 @@ pub fn start(
     SmallVmm::spawn(command)
 }
 
-/// Memory that a runner has.
-#[derive(Clone, Copy)]
-enum Of<'a> {
-    /// All of it local.
-    AllLocal,
-    /// A part of it elsewhere, by the limit of a cgroup where the kernel swaps.
-    Paged(Option<&'a HardLimit>),
-}
-
-/// Prepares and runs, as often as is done on such memory; the run of median length. The group is kept until the runner
-/// has ended.
-fn drive(session: &Session, mut runner: SmallVmm, task: &Task, of: Of<'_>) -> Result<Run> {
-    let (times, pause, group) = match of {
-        Of::AllLocal => (LOCAL_TIMES, Duration::ZERO, None),
-        Of::Paged(group) => (1, PAUSE, group),
-    };
+/// Prepares and runs so many times; the run of median length. The group, where the kernel swaps, is kept until the
+/// runner has ended.
+fn drive(
+    session: &Session,
+    mut runner: SmallVmm,
+    task: &Task,
+    times: usize,
+    group: Option<&HardLimit>,
+) -> Result<Run> {
+    let pause = group.map_or(Duration::ZERO, |_| PAUSE);
     let mut work = |phase: &str| task.command(&mut runner, phase, session.settings.patience);
     let result = median(times, || {
         work("prepare")?;

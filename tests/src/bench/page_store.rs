@@ -44,7 +44,7 @@ pub fn serve(pages: usize) -> Result<()> {
 }
 
 /// Answers a client until it goes.
-pub(super) fn serve_one(stream: TcpStream, kept: &mut [u8]) -> Result<()> {
+fn serve_one(stream: TcpStream, kept: &mut [u8]) -> Result<()> {
     stream.set_nodelay(true)?;
     let mut reader = BufReader::with_capacity(REQUEST_BYTES * 64, stream.try_clone()?);
     let mut writer = BufWriter::with_capacity(64 * (REPLY_BYTES + PAGE_BYTES), stream);
@@ -204,18 +204,25 @@ fn request(op: u8, page: usize, pages: usize) -> [u8; REQUEST_BYTES] {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use std::thread::{JoinHandle, spawn};
+
     use super::*;
+
+    /// A client of a store in this process with so many pages, and the store's thread, which ends with it.
+    pub(in super::super) fn client_of(pages: usize) -> (Client, JoinHandle<Result<()>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let server = spawn(move || {
+            let (stream, _) = listener.accept().expect("a client");
+            serve_one(stream, &mut vec![0; pages * PAGE_BYTES])
+        });
+        (Client::connect(&address).expect("a server"), server)
+    }
 
     #[test]
     fn a_page_comes_back_as_it_was_kept() {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = listener.local_addr().expect("bound").to_string();
-        let server = std::thread::spawn(move || {
-            let (stream, _) = listener.accept().expect("a client");
-            serve_one(stream, &mut vec![0; 4 * PAGE_BYTES])
-        });
-        let mut client = Client::connect(&address).expect("a server");
+        let (mut client, server) = client_of(4);
         let mut page = Page([7; PAGE_BYTES]);
         client.write(3, &page).expect("kept");
         client.read(0, &mut page).expect("there");

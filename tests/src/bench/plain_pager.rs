@@ -157,12 +157,10 @@ impl Pager {
 #[cfg(test)]
 mod tests {
     use std::hint::black_box;
-    use std::io::Write as _;
-    use std::net::TcpListener;
 
     use super::super::layout::{Kind, Layout};
-    use super::super::page_store::serve_one;
-    use super::super::watched_memory::{as_words, shared};
+    use super::super::page_store::tests::client_of;
+    use super::super::watched_memory::{as_words, shared, skip_without_userfaultfd};
     use super::*;
 
     const PAGES: usize = 8;
@@ -170,19 +168,11 @@ mod tests {
 
     #[test]
     fn pages_that_did_not_change_are_dropped_and_changes_are_kept() {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = listener.local_addr().expect("bound").to_string();
-        let server = std::thread::spawn(move || {
-            let (stream, _) = listener.accept().expect("a client");
-            serve_one(stream, &mut vec![0; PAGES * PAGE_BYTES])
-        });
+        let (store, server) = client_of(PAGES);
         let (mut region, file) = shared(PAGES * PAGE_BYTES).expect("memory");
         let Ok(watch) = Watch::new(&region, file) else {
-            // Past what keeps the output of tests that pass: it is counted as skipped.
-            let _ = writeln!(std::io::stderr(), "\nSKIPPED TEST: no userfaultfd here");
-            return;
+            return skip_without_userfaultfd();
         };
-        let store = Client::connect(&address).expect("a store");
         let cpus = Layout::new(Kind::Free).expect("processors").pager;
         let pager = PlainPager::start(watch, store, PAGES / 2, &cpus).expect("a pager");
         let memory = as_words(&mut region);

@@ -289,3 +289,10 @@ impl Watch {
             .context("reading a memfd")
     }
 }
+
+/// Says that a test cannot run here, past what keeps the output of tests that pass: it is counted as skipped.
+#[cfg(test)]
+pub fn skip_without_userfaultfd() {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stderr(), "\nSKIPPED TEST: no userfaultfd here");
+}
