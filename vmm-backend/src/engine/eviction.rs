@@ -1,7 +1,7 @@
 //! One run of pages on its way out of the guest's memory, off the fault path.
 //!
 //! The order is what loses no store (see the kernel facts in the design): write-protect the
-//! range, unless it is; read it into staging; write into the table what each page becomes; punch; wake. The
+//! range; read it into staging; write into the table what each page becomes; punch; wake. The
 //! range's protection is **never** lifted here: a reader may have brought a page back
 //! write-protected meanwhile, and lifting would lose its next store.
 //!
@@ -148,9 +148,6 @@ impl Run {
         ports: &mut impl EvictionPorts,
     ) -> Result<(), EvictionError> {
         let done = match self.step {
-            // To protect once more what nothing was stored to since it came costs as much as all the rest: the
-            // kernel has every processor forget the VMM's mappings.
-            Step::Protect if self.is_protected(shared) => Ok(Step::Read),
             Step::Protect => ports.protect(self.pages).map(|()| Step::Read),
             Step::Read => {
                 crash_points::pass(Point::EvictProtected);
@@ -184,13 +181,6 @@ impl Run {
                 Err(error)
             }
         }
-    }
-
-    /// Whether all of its pages are write-protected since they came, and so stay until it ends: who stores to one
-    /// waits.
-    fn is_protected(&self, shared: &Shared) -> bool {
-        let mut pages = self.pages.pages();
-        pages.all(|page| shared.table.load(page).protected)
     }
 
     /// Decides each page's fate and writes it into the table, before anything is punched.

@@ -48,37 +48,6 @@ fn a_run_never_lifts_its_protection() {
 }
 
 #[test]
-fn a_run_is_protected_unless_all_of_it_is() {
-    for other_is_written in [false, true] {
-        let mut bench = Bench::new();
-        for page in [7, 8] {
-            bench.store_remotely(page, 1);
-        }
-        for page in [7, 8] {
-            let is_written = other_is_written && page == 8;
-            bench.fault(page, if is_written { WRITE } else { READ });
-            bench.answer(1);
-        }
-        // What protects from now on is seen.
-        bench.world().protected.clear();
-        let mut run = bench.hand_out_run();
-        assert_eq!(run.pages.count, 2);
-        bench.advance(&mut run, 1);
-        let protected: Vec<u32> = bench.world().protected.iter().copied().collect();
-        let expected: &[u32] = if other_is_written { &[7, 8] } else { &[] };
-        assert_eq!(protected, expected);
-        bench.fault(7, WRITE_PROTECTED); // a store waits
-        bench.end_run(run);
-        assert!(bench.world().has_woken(7));
-        bench.fault(7, WRITE);
-        bench.answer(1);
-        assert_eq!(bench.read(7), Some(bytes(1)));
-        bench.store(7, 2);
-        assert_eq!(bench.shared.stats.evicted_clean.get(), 2);
-    }
-}
-
-#[test]
 fn an_unchanged_page_goes_without_being_written_again() {
     let mut bench = Bench::new();
     bench.store_remotely(7, 1);
