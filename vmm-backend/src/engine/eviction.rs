@@ -85,21 +85,37 @@ pub struct Run {
     /// What became of each page, once the run has ended.
     pub fates: Vec<Fate>,
     step: Step,
-    punching: Punching,
+    signals: Signals,
 }
 
-/// Whether a run has begun to punch; shared with the owner of its pages.
+/// What a run and the owner of its pages tell each other.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Punching(Arc<AtomicBool>);
+pub(super) struct Signals(Arc<Flags>);
 
-impl Punching {
-    fn begin(&self) {
-        self.0.store(true, Ordering::SeqCst);
+#[derive(Debug, Default)]
+struct Flags {
+    punches: AtomicBool,
+    in_doubt: AtomicBool,
+}
+
+impl Signals {
+    fn begin_to_punch(&self) {
+        self.0.punches.store(true, Ordering::SeqCst);
     }
 
     /// Whether any hole among the run's pages may be of its making.
-    pub(super) fn has_begun(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+    pub(super) fn punches(&self) -> bool {
+        self.0.punches.load(Ordering::SeqCst)
+    }
+
+    /// The VMM's mapping of some of its pages is another, which nothing is protected in: unless it punches
+    /// already, they stay.
+    pub(super) fn doubt(&self) {
+        self.0.in_doubt.store(true, Ordering::SeqCst);
+    }
+
+    fn is_in_doubt(&self) -> bool {
+        self.0.in_doubt.load(Ordering::SeqCst)
     }
 }
 
@@ -127,13 +143,13 @@ impl Run {
             tickets,
             fates,
             step: Step::Protect,
-            punching: Punching::default(),
+            signals: Signals::default(),
         }
     }
 
-    /// Tells, from now on, whether the run has begun to punch.
-    pub(super) fn punching(&self) -> Punching {
-        self.punching.clone()
+    /// What the owner of its pages keeps while it is out.
+    pub(super) fn signals(&self) -> Signals {
+        self.signals.clone()
     }
 
     /// Whether the run has ended, and is to be handed back.
@@ -148,6 +164,9 @@ impl Run {
         ports: &mut impl EvictionPorts,
     ) -> Result<(), EvictionError> {
         let done = match self.step {
+            Step::Protect | Step::Read | Step::Mark | Step::Punch if self.signals.is_in_doubt() => {
+                Err(EvictionError::Gone)
+            }
             Step::Protect => ports.protect(self.pages).map(|()| Step::Read),
             Step::Read => {
                 crash_points::pass(Point::EvictProtected);
@@ -160,7 +179,7 @@ impl Run {
             }
             Step::Punch => {
                 crash_points::pass(Point::EvictDecided);
-                self.punching.begin();
+                self.signals.begin_to_punch();
                 ports.punch(self.pages).map(|()| Step::Wake)
             }
             Step::Wake => {

@@ -74,6 +74,16 @@ impl PageRun {
     pub fn end(self) -> PageIndex {
         PageIndex(self.first.0 + self.count)
     }
+
+    /// The pages that two runs share.
+    pub fn intersection(self, other: Self) -> Option<Self> {
+        let first = self.first.max(other.first);
+        let end = self.end().min(other.end());
+        (first < end).then(|| Self {
+            first,
+            count: end.0 - first.0,
+        })
+    }
 }
 
 /// Counts how often a page was staged; part of its tag and of the nonce that it is sealed under. 48

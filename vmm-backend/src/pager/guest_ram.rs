@@ -324,7 +324,7 @@ impl GuestRam {
         let regions = self.lock();
         let parts = regions
             .iter()
-            .filter_map(|region| intersect(region.pages, range));
+            .filter_map(|region| region.pages.intersection(range));
         parts.collect()
     }
 
@@ -599,16 +599,6 @@ fn free_runs(regions: &[Arc<Region>], range: PageRun, align: u32) -> Vec<PageRun
     }
     note(next, range.end().0);
     free
-}
-
-/// The pages that two runs share.
-pub(super) fn intersect(a: PageRun, b: PageRun) -> Option<PageRun> {
-    let first = a.first.max(b.first);
-    let end = a.end().min(b.end());
-    (first < end).then(|| PageRun {
-        first,
-        count: end.0 - first.0,
-    })
 }
 
 #[cfg(test)]

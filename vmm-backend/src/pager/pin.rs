@@ -8,7 +8,6 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 use outram_wire::units::PageSize;
 
-use super::guest_ram::intersect;
 use super::inbox::Inbox;
 use super::plugging::AsideHold;
 use super::shard_thread::ShardEvent;
@@ -284,7 +283,7 @@ impl GuestMemory for Pager {
             let runs: Vec<PageRun> = admission
                 .runs
                 .iter()
-                .filter_map(|run| intersect(*run, *range))
+                .filter_map(|run| run.intersection(*range))
                 .collect();
             if !runs.is_empty() {
                 let (to, answered) = bounded(1);

@@ -17,7 +17,7 @@ use rustix::event::Timespec;
 use super::awaited::{Awaited, MESSAGES, UFFD};
 use super::demand::DemandReads;
 use super::evictor::EvictorOrder;
-use super::guest_ram::{GuestRam, intersect};
+use super::guest_ram::GuestRam;
 use super::inbox::{Inbox, Messages};
 use super::lock;
 use super::pin::PinAnswer;
@@ -534,7 +534,7 @@ impl ShardThread {
     fn runs_of(&mut self, start: u64, end: u64) -> Vec<PageRun> {
         let range = self.shard.range();
         let runs = self.shard.ports().ram.runs_at(start, end).into_iter();
-        runs.filter_map(|run| intersect(run, range)).collect()
+        runs.filter_map(|run| run.intersection(range)).collect()
     }
 
     fn read_replies(&mut self, server: ServerIndex) {
@@ -640,7 +640,7 @@ impl ShardThread {
                 continue;
             };
             if let Err(source) = ports.uffd.unregister(start, length) {
-                if gone.iter().any(|run| intersect(*run, part).is_some()) {
+                if gone.iter().any(|run| run.intersection(part).is_some()) {
                     continue;
                 }
                 // What of it is let go already is only never evicted again.

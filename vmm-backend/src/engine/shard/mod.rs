@@ -30,7 +30,7 @@ use foldhash::HashMap;
 use outram_wire::lost_pages::LostPages;
 
 use super::ages::ShardAge;
-use super::eviction::Punching;
+use super::eviction::Signals;
 use super::guesses::Guesses;
 use super::policy::{Arrival, Kind, Policy};
 use super::prefetch::Prefetch;
@@ -182,7 +182,7 @@ pub struct Shard<P: Ports> {
     /// Those of its pages that are in memory and keep a slot.
     kept: KeptSlots,
     next_fetch: u64,
-    runs_out: Vec<(PageRun, Punching)>,
+    runs_out: Vec<(PageRun, Signals)>,
     /// What other shards see of it.
     age: Arc<ShardAge>,
     ending: bool,
@@ -369,7 +369,7 @@ impl<P: Ports> Shard<P> {
         let is_hole = !self.ports.is_present(page);
         let mut runs = self.runs_out.iter();
         let run = runs.find(|(run, _)| run.contains(page));
-        is_hole && run.is_some_and(|(_, punching)| !punching.has_begun())
+        is_hole && run.is_some_and(|(_, signals)| !signals.punches())
     }
 
     /// Slabs are gone for good, with all that lay in them.
@@ -409,6 +409,11 @@ impl<P: Ports> Shard<P> {
     /// The mapping of these pages is in doubt: nothing of them may be evicted until thawed.
     pub fn freeze(&mut self, run: PageRun) {
         self.frozen.push(run);
+        for (pages, signals) in &self.runs_out {
+            if pages.intersection(run).is_some() {
+                signals.doubt();
+            }
+        }
         // A new mapping has none of the old one's write protection: stores to it go unnoticed,
         // and only the pages' tags tell whether they changed.
         self.for_known(run, |shard, page| {

@@ -91,7 +91,7 @@ impl<P: Ports> Shard<P> {
     /// The next part that was unplugged and that nothing refers to any longer. It is then forgotten.
     pub fn next_unplugged(&mut self) -> Option<PageRun> {
         let is_clear = |run: &PageRun| {
-            let is_out = |(out, _): &(PageRun, Punching)| run.contains(out.first);
+            let is_out = |(out, _): &(PageRun, Signals)| run.contains(out.first);
             !self.runs_out.iter().any(is_out) && !self.pins.keys().any(|page| run.contains(*page))
         };
         let place = self.unplugging.iter().position(is_clear)?;

@@ -122,7 +122,7 @@ impl<P: Ports> Shard<P> {
         crash_points::pass(Point::EvictBusy);
         self.shared.budget.start_evicting(u64::from(count));
         let run = Run::new(pages, tickets);
-        self.runs_out.push((pages, run.punching()));
+        self.runs_out.push((pages, run.signals()));
         self.ports.start_run(run);
         true
     }

@@ -335,6 +335,38 @@ fn a_range_mapped_anew_is_not_clean_by_its_old_protection() {
     assert_eq!(bench.read(7), Some(bytes(2)));
 }
 
+/// Its steps: protect, read, mark, punch, wake.
+#[test]
+fn a_run_that_is_out_when_its_range_is_mapped_anew_leaves_it_there() {
+    for steps in 0..5 {
+        let mut bench = Bench::new();
+        bench.store_remotely(7, 1);
+        bench.fault(7, READ);
+        bench.answer(1);
+        let mut out = bench.hand_out_run();
+        bench.advance(&mut out, steps);
+        bench.shard.freeze(run(0, 16));
+        bench.world().protected.clear();
+        let has_punched = steps == 4;
+        if !has_punched {
+            bench.store(7, 2);
+        }
+        bench.shard.thaw();
+        bench.end_run(out);
+        if has_punched {
+            assert_eq!(bench.state(7), State::Stored);
+            bench.fault(7, READ);
+            bench.answer(1);
+            assert_eq!(bench.read(7), Some(bytes(1)));
+            continue;
+        }
+        assert_eq!(bench.state(7), State::Resident, "{steps} steps");
+        bench.evict_all();
+        bench.fault(7, READ);
+        assert_eq!(bench.read(7), Some(bytes(2)), "{steps} steps");
+    }
+}
+
 #[test]
 fn a_frozen_range_is_not_evicted() {
     let mut bench = Bench::new();
