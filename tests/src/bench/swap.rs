@@ -2,7 +2,6 @@
 //! machine's while it is there, and goes when it is dropped.
 
 use std::fs::{self, File, Permissions};
-use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -19,8 +18,10 @@ use crate::hermetic::sandbox::find_program;
 const NBD_DEVICES: usize = 16;
 /// What is exported.
 const EXPORT: &str = "swap";
+/// Of nbd-client: to speak to the kernel by ioctl, for netlink's way is closed to namespaces of the network.
+const BY_IOCTL: &str = "-nonetlink";
 /// Longest wait for nbd's programs.
-const NBD_START: Duration = Duration::from_secs(10);
+const NBD_START: Duration = Duration::from_secs(60);
 
 const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 
@@ -254,7 +255,7 @@ impl Swap {
                 fs::remove_file(&*note).with_context(|| note.display().to_string())
             }
             Kind::Nbd { processes, note } => {
-                run("nbd-client", &["-d", &path])?;
+                run("nbd-client", &[BY_IOCTL, "-d", &path])?;
                 // The client ends by itself once its device is disconnected; the server does not.
                 for process in processes.iter_mut() {
                     let _ = process.kill();
@@ -293,24 +294,39 @@ fn serve_nbd(bytes: u64, place: &NbdPlace<'_>) -> Result<Child> {
         "[generic]\nlistenaddr = {host}\nport = {port}\n[{EXPORT}]\nexportname = {exported}\n"
     );
     fs::write(&settings, text).with_context(|| settings.display().to_string())?;
-    let server = Command::new("nbd-server")
-        .args(["-d", "-C", &settings.display().to_string()])
+    // It closes every descriptor that it might have, before it listens and for each client.
+    let server = Command::new("prlimit")
+        .args(["--nofile=1024", "nbd-server", "-d", "-C"])
+        .arg(&settings)
         .spawn()
         .context("starting nbd-server")?;
     // What it starts for a client runs there, too.
     pin(server.id(), place.cpus)?;
+    let port: u16 = port.parse().context("a port")?;
     wait_for("nbd-server to listen", NBD_START, || {
-        Ok(TcpStream::connect(&place.address).ok().map(drop))
+        let sockets = fs::read_to_string("/proc/net/tcp")?;
+        Ok(is_listening(&sockets, port).then_some(()))
     })?;
     Ok(server)
 }
 
-/// By ioctl, and staying there: netlink's way is closed to namespaces of the network.
+/// Whether anybody listens at a port, by the kernel's table of sockets (proc_net_tcp(5)). To connect tells as
+/// much, but the server ends with a client that says nothing.
+fn is_listening(sockets: &str, port: u16) -> bool {
+    const LISTENS: &str = "0A";
+    let local = format!(":{port:04X}");
+    sockets.lines().any(|line| {
+        let mut fields = line.split_whitespace().skip(1);
+        fields.next().is_some_and(|field| field.ends_with(&local)) && fields.nth(1) == Some(LISTENS)
+    })
+}
+
+/// It stays there as long as the device is connected.
 fn connect_nbd(name: &str, place: &NbdPlace<'_>) -> Result<Child> {
     let (host, port) = place.address.rsplit_once(':').context("a port")?;
     let device = format!("/dev/{name}");
     let client = Command::new("nbd-client")
-        .args(["-nonetlink", "-nofork", "-swap", "-b", "4096"])
+        .args([BY_IOCTL, "-nofork", "-swap", "-b", "4096"])
         .args(["-N", EXPORT, host, port, &device])
         .stdout(Stdio::null())
         .spawn()
@@ -327,5 +343,23 @@ impl Drop for Swap {
         if let Err(error) = self.turn_off() {
             eprintln!("swap at {} stays behind: {error:#}", self.path());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_is_listened_at_where_the_kernel_says_so_of_that_very_port() {
+        let sockets = "\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:2A93 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 15 1
+   1: 0100007F:2A94 0100007F:2A95 01 00000000:00000000 00:00000000 00000000     0        0 16 1
+";
+        assert!(is_listening(sockets, 0x2a93));
+        assert!(!is_listening(sockets, 0x2a94), "it is connected");
+        assert!(!is_listening(sockets, 0x2a95), "another's");
+        assert!(!is_listening("", 0x2a93));
     }
 }

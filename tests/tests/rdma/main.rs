@@ -11,6 +11,7 @@ mod client;
 mod doctor;
 mod links;
 mod native;
+mod nbd_swap;
 mod paging;
 mod removal;
 mod soft_roce;
@@ -66,6 +67,7 @@ fn main() -> ExitCode {
         removal::TESTS,
         doctor::TESTS,
         links::TESTS,
+        nbd_swap::TESTS,
     ]
     .concat();
     if let Ok(server) = std::env::var(tenants::PESTER) {
