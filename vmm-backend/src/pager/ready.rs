@@ -29,6 +29,11 @@ impl Ready {
         self.own |= 1 << number;
     }
 
+    /// Whether connections are, and nothing of the caller's own.
+    pub(super) fn is_of_servers_alone(&self) -> bool {
+        self.own == 0 && !self.servers.is_empty()
+    }
+
     /// Whether nothing is.
     pub(super) fn is_nothing(&self) -> bool {
         self.own == 0 && self.servers.is_empty()

@@ -55,6 +55,9 @@ const POOL_PAUSE: Timespec = Timespec {
 /// Until a guest that asks for nothing is taken to do without us for now.
 const GOES_ON: Duration = Duration::from_millis(1);
 
+/// Within this, a vCPU that goes on with its page asks for the next one where it uses memory at random.
+const ASKS_SOON: Duration = Duration::from_micros(15);
+
 /// Retries in a row between two discards: some 100 µs, longer than their caller takes to go on.
 const RETRIES_AT_ONCE: usize = 100;
 
@@ -311,15 +314,9 @@ impl ShardThread {
                     continue;
                 }
             };
-            if ready.has_own(UFFD) || !ready.servers.is_empty() {
-                self.last_of_guest = Instant::now();
-            }
-            // Mapping changes first: a COPY is refused until their event is read.
-            if ready.has_own(UFFD) {
-                self.read_uffd(&mut events);
-            }
-            for server in &ready.servers {
-                self.read_replies(*server);
+            self.hear_of_guest(&ready, &mut events);
+            if ready.is_of_servers_alone() && self.shard.has_only_to_evict() {
+                self.let_guest_ask(&mut events);
             }
             // Who sends after this moment rings again.
             if ready.has_own(MESSAGES) {
@@ -348,6 +345,39 @@ impl ShardThread {
             self.shard.ports().demand.send_ahead();
             self.let_regions_go();
             self.publish();
+        }
+    }
+
+    /// Takes what the guest asks for, and what came for it.
+    fn hear_of_guest(&mut self, ready: &Ready, events: &mut Events) {
+        if ready.has_own(UFFD) || !ready.servers.is_empty() {
+            self.last_of_guest = Instant::now();
+        }
+        // Mapping changes first: a COPY is refused until their event is read.
+        if ready.has_own(UFFD) {
+            self.read_uffd(events);
+        }
+        for server in &ready.servers {
+            self.read_replies(*server);
+        }
+    }
+
+    /// Gives the vCPU that goes on just now the time to ask for the next page, if that comes soon. To protect
+    /// pages while it runs interrupts its processor, and takes as long as all the rest of an eviction; while it
+    /// waits, the kernel need not.
+    fn let_guest_ask(&mut self, events: &mut Events) {
+        let ports = self.shard.ports();
+        let mut awaited = Awaited {
+            uffd: &ports.uffd,
+            events,
+            messages: &self.messages,
+            demand: &mut ports.demand,
+            ready: Ready::default(),
+        };
+        // What fails here fails at the next wait as well, which tells of it.
+        if let Ok(true) = self.spin.glance(&mut awaited, ASKS_SOON) {
+            let ready = awaited.ready;
+            self.hear_of_guest(&ready, events);
         }
     }
 

@@ -59,6 +59,19 @@ impl Spin {
         Ok(())
     }
 
+    /// Looks for so long at most, and never sleeps, where looking is what the waits of this time do. Whether
+    /// anything was found.
+    pub(super) fn glance(&self, lookout: &mut impl Lookout, most: Duration) -> io::Result<bool> {
+        let began = lookout.now();
+        while self.is_worth_it && self.sitting_out == 0 && lookout.now() - began < most {
+            if lookout.look(false)? {
+                return Ok(true);
+            }
+            lookout.offer();
+        }
+        Ok(false)
+    }
+
     fn is_due(&mut self) -> bool {
         let sits_out = self.sitting_out > 0;
         self.sitting_out = self.sitting_out.saturating_sub(1);
@@ -129,16 +142,21 @@ mod tests {
         }
     }
 
-    /// Looks and sleeps of a wait for something that comes after so many microseconds.
-    fn wait(spin: &mut Spin, comes_us: u64, taken_us: u64) -> (u32, u32) {
+    /// Something that comes after so many microseconds.
+    fn play(comes_us: u64, taken_us: u64) -> Play {
         let now = Instant::now();
-        let mut play = Play {
+        Play {
             now,
             comes: now + Duration::from_micros(comes_us),
             taken: Duration::from_micros(taken_us),
             looks: 0,
             sleeps: 0,
-        };
+        }
+    }
+
+    /// Looks and sleeps of a wait for it.
+    fn wait(spin: &mut Spin, comes_us: u64, taken_us: u64) -> (u32, u32) {
+        let mut play = play(comes_us, taken_us);
         spin.wait(&mut play).expect("nothing fails");
         (play.looks, play.sleeps)
     }
@@ -185,6 +203,22 @@ mod tests {
             wait(&mut spin, 30, 0);
         }
         assert_eq!(sits_out(&mut spin), 16);
+    }
+
+    #[test]
+    fn a_glance_is_as_long_as_it_may_be_and_none_where_waits_are_slept_through() {
+        let glance = |spin: &Spin, comes_us| {
+            let mut play = play(comes_us, 0);
+            let found = spin.glance(&mut play, Duration::from_micros(10));
+            (found.expect("nothing fails"), play.looks, play.sleeps)
+        };
+        let mut spin = Spin::default();
+        assert_eq!(glance(&spin, 5), (false, 0, 0), "nothing is known yet");
+        wait(&mut spin, 30, 0);
+        assert_eq!(glance(&spin, 5), (true, 5, 0));
+        assert_eq!(glance(&spin, 50), (false, 10, 0));
+        wait(&mut spin, 30, 1_000);
+        assert_eq!(glance(&spin, 5), (false, 0, 0), "others want the processor");
     }
 
     #[test]

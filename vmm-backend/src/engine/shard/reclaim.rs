@@ -39,6 +39,13 @@ impl<P: Ports> Shard<P> {
         }
     }
 
+    /// Whether runs are about to be handed out, and nothing else is to be done.
+    pub fn has_only_to_evict(&self) -> bool {
+        let budget = &self.shared.budget;
+        let is_room_waited_for = budget.waiting() + budget.waiting_for_pool() > 0;
+        self.pending.is_empty() && !is_room_waited_for && budget.is_pressed() && self.may_hand_out()
+    }
+
     /// Tells others how long the pages have been there that it could hand out now.
     fn publish_ages(&mut self) {
         let may = self.may_hand_out();

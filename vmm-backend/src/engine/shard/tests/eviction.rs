@@ -263,3 +263,20 @@ fn younger_pages_go_where_faults_wait_for_room_and_nobody_makes_any() {
     young.shard.pump();
     assert_eq!(young.world().runs[0].pages, run(SHARD_PAGES + 3, 1));
 }
+
+#[test]
+fn only_eviction_is_left_where_pages_have_to_go_and_none_is_on_its_way() {
+    let mut bench = Bench::new();
+    bench.store_remotely(70, 1);
+    bench.touch(7, 1);
+    assert!(!bench.shard.has_only_to_evict(), "nothing has to go");
+    let limit = bench.shared.budget.limit();
+    bench.shared.budget.set_limit(0);
+    assert!(bench.shard.has_only_to_evict());
+    bench.shared.budget.set_limit(limit);
+    bench.fault(70, READ);
+    bench.shared.budget.set_limit(0);
+    assert!(!bench.shard.has_only_to_evict(), "a page is on its way");
+    bench.answer(1);
+    assert!(!bench.shard.has_only_to_evict(), "all have been handed out");
+}
