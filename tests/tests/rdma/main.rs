@@ -1,6 +1,7 @@
 //! RDMA, for real: over soft-RoCE in the lab guest (see `outram_tests::lab_guest`). There this same
 //! program runs the tests of its modules; outside each is reported under its name. Where the lab guest
-//! cannot be had, all are reported as ignored.
+//! cannot be had, all are reported as ignored. One is of the benchmark's swap over a network block device, for which
+//! no other guest would be booted.
 //!
 //! Those that need no more than a device are run a second time where this machine has one, over that:
 //! the native check. Without such a device these are reported as ignored.
