@@ -13,7 +13,7 @@ use rustix::event::Timespec;
 use super::demand::DemandReads;
 use super::inbox::Messages;
 use super::ready::{Ready, Watched};
-use super::shard_thread::ShardEvent;
+use super::shard_thread::{ShardEvent, ShardPorts};
 use super::spin::Lookout;
 use super::uffd::{Events, Uffd};
 
@@ -24,18 +24,33 @@ pub(super) const MESSAGES: usize = 1;
 /// What a shard's thread waits for.
 pub(super) struct Awaited<'a> {
     /// Its userfaultfd.
-    pub(super) uffd: &'a Uffd,
+    uffd: &'a Uffd,
     /// Where messages of it are read to.
-    pub(super) events: &'a mut Events,
+    events: &'a mut Events,
     /// What it is told.
-    pub(super) messages: &'a Messages<ShardEvent>,
+    messages: &'a Messages<ShardEvent>,
     /// Its demand reads.
-    pub(super) demand: &'a mut DemandReads,
+    demand: &'a mut DemandReads,
     /// What was found.
     pub(super) ready: Ready,
 }
 
-impl Awaited<'_> {
+impl<'a> Awaited<'a> {
+    /// All that a shard's thread waits for; nothing of it is found yet.
+    pub(super) fn of(
+        ports: &'a mut ShardPorts,
+        messages: &'a Messages<ShardEvent>,
+        events: &'a mut Events,
+    ) -> Self {
+        Self {
+            uffd: &ports.uffd,
+            events,
+            messages,
+            demand: &mut ports.demand,
+            ready: Ready::default(),
+        }
+    }
+
     /// Sleeps until something is ready, or a socket takes what waits for it, or the time is up.
     pub(super) fn sleep(&mut self, timeout: Option<&Timespec>) -> io::Result<()> {
         // In the order of their numbers.

@@ -366,14 +366,7 @@ impl ShardThread {
     /// pages while it runs interrupts its processor, and takes as long as all the rest of an eviction; while it
     /// waits, the kernel need not.
     fn let_guest_ask(&mut self, events: &mut Events) {
-        let ports = self.shard.ports();
-        let mut awaited = Awaited {
-            uffd: &ports.uffd,
-            events,
-            messages: &self.messages,
-            demand: &mut ports.demand,
-            ready: Ready::default(),
-        };
+        let mut awaited = Awaited::of(self.shard.ports(), &self.messages, events);
         // What fails here fails at the next wait as well, which tells of it.
         if let Ok(true) = self.spin.glance(&mut awaited, ASKS_SOON) {
             let ready = awaited.ready;
@@ -396,13 +389,7 @@ impl ShardThread {
         let ports = self.shard.ports();
         // Only who sleeps hears of a socket that takes more.
         let looks = retry.is_none() && guest_goes_on && !ports.demand.wants_write();
-        let mut awaited = Awaited {
-            uffd: &ports.uffd,
-            events,
-            messages: &self.messages,
-            demand: &mut ports.demand,
-            ready: Ready::default(),
-        };
+        let mut awaited = Awaited::of(ports, &self.messages, events);
         match looks {
             true => self.spin.wait(&mut awaited)?,
             false => awaited.sleep(retry)?,

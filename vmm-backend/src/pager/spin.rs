@@ -51,7 +51,7 @@ impl Spin {
     /// Waits until something is found.
     pub(super) fn wait(&mut self, lookout: &mut impl Lookout) -> io::Result<()> {
         let began = lookout.now();
-        if self.is_due() && self.finds_awake(lookout)? {
+        if self.is_due() && self.finds_awake(lookout, MOST)? {
             return Ok(());
         }
         lookout.look(true)?;
@@ -61,15 +61,12 @@ impl Spin {
 
     /// Looks for so long at most, and never sleeps, where looking is what the waits of this time do. Whether
     /// anything was found.
-    pub(super) fn glance(&self, lookout: &mut impl Lookout, most: Duration) -> io::Result<bool> {
-        let began = lookout.now();
-        while self.is_worth_it && self.sitting_out == 0 && lookout.now() - began < most {
-            if lookout.look(false)? {
-                return Ok(true);
-            }
-            lookout.offer();
-        }
-        Ok(false)
+    pub(super) fn glance(
+        &mut self,
+        lookout: &mut impl Lookout,
+        most: Duration,
+    ) -> io::Result<bool> {
+        Ok(self.is_worth_it && self.sitting_out == 0 && self.finds_awake(lookout, most)?)
     }
 
     fn is_due(&mut self) -> bool {
@@ -78,10 +75,10 @@ impl Spin {
         self.is_worth_it && !sits_out
     }
 
-    fn finds_awake(&mut self, lookout: &mut impl Lookout) -> io::Result<bool> {
+    fn finds_awake(&mut self, lookout: &mut impl Lookout, most: Duration) -> io::Result<bool> {
         let began = lookout.now();
         let mut now = began;
-        while now - began < MOST {
+        while now - began < most {
             if lookout.look(false)? {
                 self.went_well();
                 return Ok(true);
@@ -207,18 +204,22 @@ mod tests {
 
     #[test]
     fn a_glance_is_as_long_as_it_may_be_and_none_where_waits_are_slept_through() {
-        let glance = |spin: &Spin, comes_us| {
+        let glance = |spin: &mut Spin, comes_us| {
             let mut play = play(comes_us, 0);
             let found = spin.glance(&mut play, Duration::from_micros(10));
             (found.expect("nothing fails"), play.looks, play.sleeps)
         };
         let mut spin = Spin::default();
-        assert_eq!(glance(&spin, 5), (false, 0, 0), "nothing is known yet");
+        assert_eq!(glance(&mut spin, 5), (false, 0, 0), "nothing is known yet");
         wait(&mut spin, 30, 0);
-        assert_eq!(glance(&spin, 5), (true, 5, 0));
-        assert_eq!(glance(&spin, 50), (false, 10, 0));
+        assert_eq!(glance(&mut spin, 5), (true, 5, 0));
+        assert_eq!(glance(&mut spin, 50), (false, 10, 0));
         wait(&mut spin, 30, 1_000);
-        assert_eq!(glance(&spin, 5), (false, 0, 0), "others want the processor");
+        assert_eq!(
+            glance(&mut spin, 5),
+            (false, 0, 0),
+            "others want the processor"
+        );
     }
 
     #[test]
