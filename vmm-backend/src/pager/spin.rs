@@ -215,6 +215,7 @@ mod tests {
         assert_eq!(glance(&mut spin, 5), (true, 5, 0));
         assert_eq!(glance(&mut spin, 50), (false, 10, 0));
         wait(&mut spin, 30, 1_000);
+        wait(&mut spin, 30, 0);
         assert_eq!(
             glance(&mut spin, 5),
             (false, 0, 0),
