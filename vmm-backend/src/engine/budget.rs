@@ -82,6 +82,11 @@ impl Budget {
         self.has_room() && self.waiting() > 0
     }
 
+    /// Whether faults wait, for room or for the host's pool of huge pages.
+    pub fn has_waiters(&self) -> bool {
+        self.waiting() > 0 || self.waiting_for_pool() > 0
+    }
+
     /// Whether a page more can be counted.
     pub fn has_room(&self) -> bool {
         self.used() < self.most()

@@ -42,8 +42,10 @@ impl<P: Ports> Shard<P> {
     /// Whether runs are about to be handed out, and nothing else is to be done.
     pub fn has_only_to_evict(&self) -> bool {
         let budget = &self.shared.budget;
-        let is_room_waited_for = budget.waiting() + budget.waiting_for_pool() > 0;
-        self.pending.is_empty() && !is_room_waited_for && budget.is_pressed() && self.may_hand_out()
+        self.pending.is_empty()
+            && !budget.has_waiters()
+            && budget.is_pressed()
+            && self.may_hand_out()
     }
 
     /// Tells others how long the pages have been there that it could hand out now.
@@ -75,7 +77,7 @@ impl<P: Ports> Shard<P> {
     /// Whether faults wait for room that nobody is making: then it does not matter whose pages go.
     fn is_nobody_evicting(&self) -> bool {
         let budget = &self.shared.budget;
-        budget.evicting() == 0 && budget.waiting() + budget.waiting_for_pool() > 0
+        budget.evicting() == 0 && budget.has_waiters()
     }
 
     /// Staging slots free for `wanted` pages; where there are none, whoever frees one says so.
@@ -168,7 +170,7 @@ impl<P: Ports> Shard<P> {
                 self.resolve(page, pending);
             }
         }
-        if self.shared.budget.waiting() > 0 || self.shared.budget.waiting_for_pool() > 0 {
+        if self.shared.budget.has_waiters() {
             self.ports.alert_shards();
         }
     }
