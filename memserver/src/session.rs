@@ -285,13 +285,17 @@ impl Session {
     ) -> Result<(), (u16, Status)> {
         pieces.clear();
         let slabs = self.slabs();
+        let mut last = None;
         for (index, extent) in extents.iter().enumerate() {
             // There are at most 256 extents.
             let at = |status| (index as u16, status);
-            let slab = slabs.get(&extent.slab);
-            let slab = slab.ok_or(at(Status::NotLeased))?.clone();
-            let piece = Piece::new(slab, extent.offset, extent.length);
+            // Mostly of one slab, which is looked for once.
+            let of_last = last.filter(|(id, _)| *id == extent.slab);
+            let found = of_last.or_else(|| Some((extent.slab, slabs.get(&extent.slab)?)));
+            let (_, slab) = found.ok_or(at(Status::NotLeased))?;
+            let piece = Piece::new(Arc::clone(slab), extent.offset, extent.length);
             pieces.push(piece.ok_or(at(Status::OutOfRange))?);
+            last = found;
         }
         Ok(())
     }

@@ -324,22 +324,32 @@ impl Piece {
             end.is_some_and(|end| end <= self.bytes),
             "what is stored lies within its piece"
         );
-        let (mut place, mut rest) = (self.offset + at, source);
-        while !rest.is_empty() {
-            let within = place % WORD;
-            let (here, later) = rest.split_at(rest.len().min(WORD - within));
-            // SAFETY: place - within lies within the mapping, as asserted above.
-            let word = unsafe { self.slab.base.as_ptr().add(place - within) };
-            // SAFETY: a slab begins at a multiple of a word in its mapping, which ends at a page's end: the word
-            // is aligned, valid for as long as `self` holds the slab, and never accessed by Rust code other than
-            // through atomics of this size.
-            let word = unsafe { AtomicU64::from_ptr(word.cast()) };
-            match here.try_into() {
-                Ok(whole) => word.store(u64::from_ne_bytes(whole), Ordering::Relaxed),
-                Err(_) => store_part(word, within, here),
-            }
-            (place, rest) = (place + here.len(), later);
+        let place = self.offset + at;
+        let before = (place.next_multiple_of(WORD) - place).min(source.len());
+        let (first, rest) = source.split_at(before);
+        let (words, last) = rest.as_chunks();
+        let place_of = |word: usize| place + before + word * WORD;
+        if !first.is_empty() {
+            store_part(self.word(place), place % WORD, first);
         }
+        for (number, bytes) in words.iter().enumerate() {
+            let word = self.word(place_of(number));
+            word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
+        }
+        if !last.is_empty() {
+            store_part(self.word(place_of(words.len())), 0, last);
+        }
+    }
+
+    /// The word of the slab that its byte at `place` is in.
+    fn word(&self, place: usize) -> &AtomicU64 {
+        assert!(place < self.slab.bytes, "a place lies within its slab");
+        // SAFETY: the word of a byte of the slab lies within the mapping, which begins and ends at a page.
+        let word = unsafe { self.slab.base.as_ptr().add(place / WORD * WORD) };
+        // SAFETY: a slab begins at a multiple of a word in its mapping, which ends at a page's end: the word is
+        // aligned, valid for as long as `self` holds the slab, and never accessed by Rust code other than through
+        // atomics of this size.
+        unsafe { AtomicU64::from_ptr(word.cast()) }
     }
 }
 

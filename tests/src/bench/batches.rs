@@ -2,8 +2,9 @@
 //! the same over a raw socket: what our protocol and our two programs add to TCP.
 //!
 //! One batch after the other, each waited for. The library's batches are as the pager makes them: a write
-//! of as many extents as pages, and reads of what is fetched ahead of somebody who goes through pages that left
-//! in a row. The raw socket's are one request of all pages in a row.
+//! of pages whose places are a row, and one of pages that have their places here and there; and reads of what is
+//! fetched ahead of somebody who goes through pages that left in a row. The raw socket's are one request of all
+//! pages in a row.
 //!
 //! Beside that, the library's reads while another client has asked for much and takes nothing of it, by those while
 //! there is none: no connection's stall is to delay another.
@@ -33,8 +34,9 @@ use super::usage::{ThreadUsage, process_cpu};
 use super::watched_memory::PAGE_BYTES;
 
 /// What is done with batches of [`RANGE`] pages.
-pub const BATCHES: [&str; 2] = [
+pub const BATCHES: [&str; 3] = [
     "64 pages written to a server",
+    "64 pages written here and there",
     "64 pages read from a server",
 ];
 
@@ -92,16 +94,17 @@ pub fn measure(session: &mut Session) -> Result<()> {
         let (mut ours, mut raw) = (ours, raw);
         let pages: Vec<u8> = (0..BATCH_BYTES).map(|at| (at % 251) as u8).collect();
         let mut back = vec![0; BATCH_BYTES];
-        let mut measured = [(Done::default(), Done::default()); 2];
+        let (row, apart) = (vec![ours.extent(0, BATCH_BYTES)], ours.places_apart());
+        let mut measured = [(Done::default(), Done::default()); 3];
         let mut stalled = (Done::default(), Done::default());
-        let [written, read] = &mut measured;
+        let [in_a_row, scattered, read] = &mut measured;
         for _ in 0..TURNS {
-            written
-                .0
-                .add(times(count, ours_pid, || ours.write(&pages))?);
-            written
-                .1
-                .add(times(count, raw_pid, || raw.write_run(0, &pages))?);
+            for (written, places) in [(&mut *in_a_row, &row), (&mut *scattered, &apart)] {
+                let ours = times(count, ours_pid, || ours.write(&pages, places))?;
+                written.0.add(ours);
+                let raw = times(count, raw_pid, || raw.write_run(0, &pages))?;
+                written.1.add(raw);
+            }
             // Like the pager, which opens pages where they came to.
             read.0.add(times(count, ours_pid, || ours.read(|_, _| {}))?);
             read.1
@@ -118,10 +121,12 @@ pub fn measure(session: &mut Session) -> Result<()> {
         ensure!(back == pages, "the raw socket brings other bytes");
         back.fill(0);
         ours.read(|start, bytes| back[start..start + bytes.len()].copy_from_slice(bytes))?;
-        ensure!(
-            back == pages,
-            "WRONG RESULT: pages came back with other bytes"
-        );
+        for back in [back, ours.read_back(&apart)?] {
+            ensure!(
+                back == pages,
+                "WRONG RESULT: pages came back with other bytes"
+            );
+        }
         ours.close()?;
         Ok((measured, stalled))
     });
@@ -238,12 +243,23 @@ impl Line {
         }
     }
 
-    fn write(&mut self, pages: &[u8]) -> Result<()> {
-        let extent = |page| self.extent(page * PAGE_BYTES, PAGE_BYTES);
-        let extents: Vec<Extent> = (0..RANGE).map(extent).collect();
+    /// A place for each page of a batch, none beside another: of neighbours, the pager makes one extent.
+    fn places_apart(&self) -> Vec<Extent> {
+        let of = |page| self.extent(BATCH_BYTES + 2 * page * PAGE_BYTES, PAGE_BYTES);
+        (0..RANGE).map(of).collect()
+    }
+
+    fn write(&mut self, pages: &[u8], places: &[Extent]) -> Result<()> {
         let pieces: Vec<&[u8]> = pages.chunks(PAGE_BYTES).collect();
-        self.conn.submit_write(0, &extents, &pieces)?;
+        self.conn.submit_write(0, places, &pieces)?;
         self.finish(|_, _| {})
+    }
+
+    fn read_back(&mut self, places: &[Extent]) -> Result<Vec<u8>> {
+        let mut back = Vec::new();
+        self.conn.submit_read(0, places)?;
+        self.finish(|_, bytes| back.extend_from_slice(bytes))?;
+        Ok(back)
     }
 
     /// Reads a batch; `take` gets each answer's place in it, and its bytes.
