@@ -13,6 +13,7 @@ mod homing;
 mod inbox;
 mod keeping;
 mod limits;
+mod own_run;
 mod pin;
 mod plugging;
 mod promises;
@@ -686,6 +687,7 @@ impl Parts<'_> {
             writer: self.writer.clone(),
             others: others.map(|(_, inbox)| inbox.clone()).collect(),
             to_write: Vec::new(),
+            own_run: own_run::OwnRun::default(),
             pin_answers: HashMap::new(),
             epoch: Instant::now(),
         };

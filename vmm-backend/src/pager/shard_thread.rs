@@ -2,7 +2,8 @@
 //! and is the engine's hands.
 //!
 //! While it handles events it takes no lock that a fault in work may hold: the VMM's discards wait
-//! until their event is read.
+//! until their event is read. Nor does it as it evicts a page: who waits for a fault, or for an event to be read,
+//! holds neither the mapping's lock (mm/userfaultfd.c lets it go first) nor the memfd's.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -16,10 +17,11 @@ use rustix::event::Timespec;
 
 use super::awaited::{Awaited, MESSAGES, UFFD};
 use super::demand::DemandReads;
-use super::evictor::EvictorOrder;
+use super::evictor::{EvictorOrder, Hands};
 use super::guest_ram::GuestRam;
 use super::inbox::{Inbox, Messages};
 use super::lock;
+use super::own_run::OwnRun;
 use super::pin::PinAnswer;
 use super::ready::Ready;
 use super::released::{NotReleased, Released};
@@ -33,8 +35,8 @@ use crate::engine::shard::{Fault, FetchFailed, Shard};
 use crate::engine::slots::ServerIndex;
 use crate::engine::table::PageTable;
 use crate::engine::{
-    Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SlotId, StagedPage,
-    StagingSlot,
+    Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, Shared, SlotId,
+    StagedPage, StagingSlot,
 };
 use crate::handover::Vmm;
 use crate::remote::DataConn;
@@ -151,6 +153,8 @@ pub(super) struct ShardPorts {
     pub(super) demand: DemandReads,
     /// The evictors.
     pub(super) evictors: Sender<EvictorOrder>,
+    /// What this thread may evict itself.
+    pub(super) own_run: OwnRun,
     /// The writer.
     pub(super) writer: Inbox<WriterEvent>,
     /// What it is to write, and has not been told of.
@@ -238,9 +242,13 @@ impl Ports for ShardPorts {
     }
 
     fn start_run(&mut self, run: Run) {
-        let order = EvictorOrder::Evict(self.shard, run);
-        if self.evictors.send(order).is_err() {
-            tracing::error!(shard = self.shard, "the evictors have ended");
+        // A huge page takes as long as hundreds of others.
+        let run = match self.ram.page_size().is_huge() {
+            true => Some(run),
+            false => self.own_run.keep(run),
+        };
+        if let Some(run) = run {
+            self.hand_out(run);
         }
     }
 
@@ -268,6 +276,26 @@ impl Ports for ShardPorts {
 }
 
 impl ShardPorts {
+    fn hand_out(&self, run: Run) {
+        let order = EvictorOrder::Evict(self.shard, run);
+        if self.evictors.send(order).is_err() {
+            tracing::error!(shard = self.shard, "the evictors have ended");
+        }
+    }
+
+    /// Evicts a run in the evictors' place.
+    fn evict(&mut self, run: &mut Run, shared: &Shared) {
+        let mut hands = Hands {
+            uffd: &self.uffd,
+            ram: &self.ram,
+            staging: &self.staging,
+            reads_events: true,
+        };
+        let began = Instant::now();
+        let was_refused = !hands.evict(run, shared);
+        self.own_run.note(began, Instant::now(), was_refused);
+    }
+
     /// Tells the writer what is to be written.
     fn send_to_write(&mut self) {
         if !self.to_write.is_empty() {
@@ -338,6 +366,7 @@ impl ShardThread {
                     .on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
             }
             self.shard.pump();
+            self.evict_own();
             self.shard.ports().send_to_write();
             self.retry_between_discards();
             // For which one of those may have begun to wait just as it was made.
@@ -372,6 +401,20 @@ impl ShardThread {
             let ready = awaited.ready;
             self.hear_of_guest(&ready, events);
         }
+    }
+
+    /// Evicts the run that was kept, if there is nothing else to do until the page has come that the guest waits
+    /// for.
+    fn evict_own(&mut self) {
+        let Some(mut run) = self.shard.ports().own_run.take() else {
+            return;
+        };
+        if !self.shard.waits_for_one_page() {
+            return self.shard.ports().hand_out(run);
+        }
+        let shared = Arc::clone(self.shard.shared());
+        self.shard.ports().evict(&mut run, &shared);
+        self.shard.on_run_done(&run);
     }
 
     /// Waits until something is to be done.
