@@ -35,8 +35,8 @@ use super::watched_memory::PAGE_BYTES;
 
 /// What is done with batches of [`RANGE`] pages.
 pub const BATCHES: [&str; 3] = [
+    "64 neighbours written to a server",
     "64 pages written to a server",
-    "64 pages written here and there",
     "64 pages read from a server",
 ];
 

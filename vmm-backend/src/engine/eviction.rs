@@ -22,9 +22,10 @@ use crate::crash_points::{self, Point};
 /// 64 base pages, and a huge page is a range by itself.
 pub const RUN_BYTES: u64 = 256 << 10;
 
-/// What an evictor needs of the world.
+/// What who evicts needs of the world.
 pub trait EvictionPorts {
-    /// Write-protects the pages. Retries by itself while the VMM is changing its mappings.
+    /// Write-protects the pages. While the VMM is changing its mappings it is tried again, but by who is to hear of
+    /// that first: to him it is refused.
     fn protect(&mut self, run: PageRun) -> Result<(), EvictionError>;
     /// Reads the run's pages into the staging slots of `tickets`, in order. Holes read as zero.
     fn read(&mut self, run: PageRun, tickets: &[Ticket]) -> Result<(), EvictionError>;
@@ -76,7 +77,7 @@ impl Fate {
     }
 }
 
-/// A run handed to an evictor.
+/// A run handed to who evicts it: an evictor, or the thread of the shard itself.
 #[derive(Debug)]
 pub struct Run {
     /// Its pages; all of them `Busy` until the run is handed back.

@@ -1,5 +1,6 @@
 //! The evictors: threads that copy, seal and punch the runs that shards hand out, off the fault path. Any
-//! of them takes any shard's run, so that there may be as many as the host can spare for the guest.
+//! of them takes any shard's run, so that there may be as many as the host can spare for the guest. What they do
+//! it with, a shard's thread has for [a page of its own](super::own_run).
 
 use std::fs::File;
 use std::io;

@@ -25,7 +25,7 @@ use super::own_run::OwnRun;
 use super::pin::PinAnswer;
 use super::ready::Ready;
 use super::released::{NotReleased, Released};
-use super::spin::Spin;
+use super::spin::{Lookout, Spin};
 use super::state_dir::StagingArea;
 use super::uffd::{Event, Events, FaultKind, MESSAGES_PER_READ, ReadWrite, Uffd};
 use super::writer::WriterEvent;
@@ -323,6 +323,8 @@ pub(super) struct ShardThread {
     pub(super) last_of_guest: Instant,
     /// How the thread waits for a guest that goes on.
     pub(super) spin: Spin,
+    /// Whether it has evicted a run itself since it last waited.
+    pub(super) has_evicted: bool,
 }
 
 impl ShardThread {
@@ -369,7 +371,7 @@ impl ShardThread {
             self.evict_own();
             self.shard.ports().send_to_write();
             self.retry_between_discards();
-            // For which one of those may have begun to wait just as it was made.
+            // For which one of those may have begun to wait just as it was made, or which was made since.
             self.shard.use_room();
             self.shard.ports().demand.send_ahead();
             self.let_regions_go();
@@ -403,8 +405,7 @@ impl ShardThread {
         }
     }
 
-    /// Evicts the run that was kept, if there is nothing else to do until the page has come that the guest waits
-    /// for.
+    /// Evicts the run that was kept, if there is nothing else to do for the one page that the guest waits for.
     fn evict_own(&mut self) {
         let Some(mut run) = self.shard.ports().own_run.take() else {
             return;
@@ -415,6 +416,7 @@ impl ShardThread {
         let shared = Arc::clone(self.shard.shared());
         self.shard.ports().evict(&mut run, &shared);
         self.shard.on_run_done(&run);
+        self.has_evicted = true;
     }
 
     /// Waits until something is to be done.
@@ -433,9 +435,13 @@ impl ShardThread {
         // Only who sleeps hears of a socket that takes more.
         let looks = retry.is_none() && guest_goes_on && !ports.demand.wants_write();
         let mut awaited = Awaited::of(ports, &self.messages, events);
-        match looks {
-            true => self.spin.wait(&mut awaited)?,
-            false => awaited.sleep(retry)?,
+        if std::mem::take(&mut self.has_evicted) {
+            // What that makes possible is done in the next round, which mostly has the page's bytes as well.
+            awaited.look(false)?;
+        } else if looks {
+            self.spin.wait(&mut awaited)?;
+        } else {
+            awaited.sleep(retry)?;
         }
         Ok(awaited.ready)
     }
