@@ -95,7 +95,7 @@ struct RunArguments {
     /// MiB that a guest is tuned down by [default: 1024, quick 256]
     #[arg(long)]
     tune_mib: Option<u64>,
-    /// MiB of each workload's data; 0 runs none [default: 128, quick 32]
+    /// MiB of each workload's data; 0 runs none [default: 128, quick 36]
     #[arg(long)]
     workload_mib: Option<u64>,
     /// Local ratios [default: 1,0.75,0.5,0.25, quick 1,0.5]
@@ -497,7 +497,7 @@ fn settings(arguments: &RunArguments) -> Result<Settings> {
         fault_mib,
         faults: faults as usize,
         tune_mib: or(arguments.tune_mib, 1024, 256),
-        workload_mib: or(arguments.workload_mib, 128, 32),
+        workload_mib: or(arguments.workload_mib, 128, 36),
         local_ratios,
         only,
         compute: arguments.compute.clone(),

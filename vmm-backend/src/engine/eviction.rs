@@ -22,10 +22,9 @@ use crate::crash_points::{self, Point};
 /// 64 base pages, and a huge page is a range by itself.
 pub const RUN_BYTES: u64 = 256 << 10;
 
-/// What who evicts needs of the world.
+/// What an evictor needs of the world.
 pub trait EvictionPorts {
-    /// Write-protects the pages. While the VMM is changing its mappings it is tried again, but by who is to hear of
-    /// that first: to him it is refused.
+    /// Write-protects the pages. Retries by itself while the VMM is changing its mappings.
     fn protect(&mut self, run: PageRun) -> Result<(), EvictionError>;
     /// Reads the run's pages into the staging slots of `tickets`, in order. Holes read as zero.
     fn read(&mut self, run: PageRun, tickets: &[Ticket]) -> Result<(), EvictionError>;
@@ -77,7 +76,7 @@ impl Fate {
     }
 }
 
-/// A run handed to who evicts it: an evictor, or the thread of the shard itself.
+/// A run handed to an evictor.
 #[derive(Debug)]
 pub struct Run {
     /// Its pages; all of them `Busy` until the run is handed back.

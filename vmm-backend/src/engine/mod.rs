@@ -3,7 +3,7 @@
 //! seeded simulation.
 //!
 //! Ownership: a [`shard::Shard`] is the only writer of its pages' states. The one exception is a
-//! run handed out to be evicted ([`eviction::Run`]): while its pages are `Busy`, who evicts alone
+//! run handed to an evictor ([`eviction::Run`]): while its pages are `Busy`, the evictor alone
 //! writes their table entries, until the run is handed back.
 //!
 //! Lock order: [`staging::StagingPool`], [`compressed::CompressedPool`] and [`slots::SlotPool`] are leaf

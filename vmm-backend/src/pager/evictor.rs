@@ -1,6 +1,5 @@
 //! The evictors: threads that copy, seal and punch the runs that shards hand out, off the fault path. Any
-//! of them takes any shard's run, so that there may be as many as the host can spare for the guest. What they do
-//! it with, a shard's thread has for [a page of its own](super::own_run).
+//! of them takes any shard's run, so that there may be as many as the host can spare for the guest.
 
 use std::fs::File;
 use std::io;
@@ -20,7 +19,7 @@ use super::state_dir::StagingArea;
 use super::uffd::Uffd;
 use crate::engine::eviction::{EvictionError, EvictionPorts, Run};
 use crate::engine::staging::Ticket;
-use crate::engine::{PageIndex, PageRun, Shared, SharedRef};
+use crate::engine::{PageIndex, PageRun, SharedRef};
 use crate::whole;
 
 /// Pause before write-protecting is tried again while the VMM changes its mappings: its caller
@@ -147,12 +146,16 @@ impl EvictorParts {
         }
         while let Ok(EvictorOrder::Evict(shard, mut run)) = orders.recv() {
             let mut hands = Hands {
+                parts: self,
                 uffd: &self.uffds[shard],
-                ram: &self.ram,
-                staging: &self.staging,
-                reads_events: false,
             };
-            let was_refused = !hands.evict(&mut run, &self.shared);
+            let mut was_refused = false;
+            while !run.has_ended() {
+                if let Err(error) = run.advance(&self.shared, &mut hands) {
+                    tracing::debug!(first = run.pages.first.0, %error, "a run was not evicted");
+                    was_refused = true;
+                }
+            }
             // Before the pause: faults on its pages wait for this.
             self.shards[shard].send(ShardEvent::RunDone(Box::new(run)));
             if was_refused {
@@ -163,35 +166,14 @@ impl EvictorParts {
 }
 
 /// What a run of one shard is evicted with.
-pub(super) struct Hands<'a> {
-    /// The shard's userfaultfd.
-    pub(super) uffd: &'a Uffd,
-    /// Guest RAM.
-    pub(super) ram: &'a GuestRam,
-    /// The staging area.
-    pub(super) staging: &'a StagingArea,
-    /// Whether it is this thread that reads what the VMM changes of its mappings, so that nobody would while it
-    /// waits for that.
-    pub(super) reads_events: bool,
-}
-
-impl Hands<'_> {
-    /// Takes the run to its end. Whether it was evicted.
-    pub(super) fn evict(&mut self, run: &mut Run, shared: &Shared) -> bool {
-        let mut is_evicted = true;
-        while !run.has_ended() {
-            if let Err(error) = run.advance(shared, self) {
-                tracing::debug!(first = run.pages.first.0, %error, "a run was not evicted");
-                is_evicted = false;
-            }
-        }
-        is_evicted
-    }
+struct Hands<'a> {
+    parts: &'a EvictorParts,
+    uffd: &'a Uffd,
 }
 
 impl EvictionPorts for Hands<'_> {
     fn protect(&mut self, run: PageRun) -> Result<(), EvictionError> {
-        let Some((start, length)) = self.ram.address_range(run) else {
+        let Some((start, length)) = self.parts.ram.address_range(run) else {
             return Err(EvictionError::Gone);
         };
         loop {
@@ -200,9 +182,6 @@ impl EvictionPorts for Hands<'_> {
                 Err(error) => error,
             };
             match error.raw_os_error() {
-                Some(libc::EAGAIN | libc::EINTR) if self.reads_events => {
-                    return Err(EvictionError::Refused);
-                }
                 Some(libc::EAGAIN | libc::EINTR) => std::thread::sleep(MAPPING_PAUSE),
                 Some(libc::ESRCH | libc::ENOENT) => return Err(EvictionError::Gone),
                 _ => return Err(refused(&error, "write-protecting")),
@@ -212,31 +191,31 @@ impl EvictionPorts for Hands<'_> {
 
     fn read(&mut self, run: PageRun, tickets: &[Ticket]) -> Result<(), EvictionError> {
         let slots = tickets.iter().map(|ticket| ticket.slot);
-        let read = |memfd: &File, offset| self.staging.read_from(memfd, offset, slots);
-        let read = self.ram.read_at(run.first, read);
+        let read = |memfd: &File, offset| self.parts.staging.read_from(memfd, offset, slots);
+        let read = self.parts.ram.read_at(run.first, read);
         read.map_err(|error| refused(&error, "reading"))
     }
 
     fn staged(&self, ticket: Ticket) -> &[u8] {
-        self.staging.page(ticket.slot)
+        self.parts.staging.page(ticket.slot)
     }
 
     fn change_staged(&mut self, ticket: Ticket, change: &mut dyn FnMut(&mut [u8])) {
-        self.staging.change(ticket.slot, change);
+        self.parts.staging.change(ticket.slot, change);
     }
 
     fn punch(&mut self, run: PageRun) -> Result<(), EvictionError> {
-        let punched = self.ram.punch(run);
+        let punched = self.parts.ram.punch(run);
         punched.map_err(|error| refused(&error, "punching"))
     }
 
     fn is_present(&mut self, page: PageIndex) -> bool {
         // In doubt the page is taken to be there: it then stays, and a fault looks again.
-        self.ram.is_present(page).unwrap_or(true)
+        self.parts.ram.is_present(page).unwrap_or(true)
     }
 
     fn wake(&mut self, run: PageRun) {
-        if let Some((start, length)) = self.ram.address_range(run)
+        if let Some((start, length)) = self.parts.ram.address_range(run)
             && let Err(error) = self.uffd.wake(start, length)
         {
             tracing::debug!(%error, "waking a run failed");

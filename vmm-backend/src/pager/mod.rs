@@ -1,8 +1,8 @@
 //! The pager: the engine's threads, and all that they touch.
 //!
-//! Threads of a guest: one a shard (its faults, events and demand reads, and single pages that leave while
-//! another comes), some that evict, one that writes back, and one that hears the servers' sessions and keeps
-//! the house. None of them ever pins a page, takes a lock across I/O, or waits for another but through its inbox.
+//! Threads of a guest: one a shard (its faults, events and demand reads), some that evict, one that
+//! writes back, and one that hears the servers' sessions and keeps the house. None of
+//! them ever pins a page, takes a lock across I/O, or waits for another but through its inbox.
 
 mod awaited;
 mod demand;
@@ -13,7 +13,6 @@ mod homing;
 mod inbox;
 mod keeping;
 mod limits;
-mod own_run;
 mod pin;
 mod plugging;
 mod promises;
@@ -687,7 +686,6 @@ impl Parts<'_> {
             writer: self.writer.clone(),
             others: others.map(|(_, inbox)| inbox.clone()).collect(),
             to_write: Vec::new(),
-            own_run: own_run::OwnRun::default(),
             pin_answers: HashMap::new(),
             epoch: Instant::now(),
         };
@@ -702,7 +700,6 @@ impl Parts<'_> {
             leaving: Vec::new(),
             last_of_guest: Instant::now(),
             spin: spin::Spin::default(),
-            has_evicted: false,
         };
         let regions = self.held.ram.regions().into_iter();
         for region in regions.filter(|region| range.contains(region.pages.first)) {

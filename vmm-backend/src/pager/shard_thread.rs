@@ -2,8 +2,7 @@
 //! and is the engine's hands.
 //!
 //! While it handles events it takes no lock that a fault in work may hold: the VMM's discards wait
-//! until their event is read. Nor does it as it evicts a page: who waits for a fault, or for an event to be read,
-//! holds neither the mapping's lock (mm/userfaultfd.c lets it go first) nor the memfd's.
+//! until their event is read.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -17,15 +16,14 @@ use rustix::event::Timespec;
 
 use super::awaited::{Awaited, MESSAGES, UFFD};
 use super::demand::DemandReads;
-use super::evictor::{EvictorOrder, Hands};
+use super::evictor::EvictorOrder;
 use super::guest_ram::GuestRam;
 use super::inbox::{Inbox, Messages};
 use super::lock;
-use super::own_run::OwnRun;
 use super::pin::PinAnswer;
 use super::ready::Ready;
 use super::released::{NotReleased, Released};
-use super::spin::{Lookout, Spin};
+use super::spin::Spin;
 use super::state_dir::StagingArea;
 use super::uffd::{Event, Events, FaultKind, MESSAGES_PER_READ, ReadWrite, Uffd};
 use super::writer::WriterEvent;
@@ -35,8 +33,8 @@ use crate::engine::shard::{Fault, FetchFailed, Shard};
 use crate::engine::slots::ServerIndex;
 use crate::engine::table::PageTable;
 use crate::engine::{
-    Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, Shared, SlotId,
-    StagedPage, StagingSlot,
+    Fetch, FetchId, Install, PageIndex, PageRun, PinId, PinRefused, Ports, SlotId, StagedPage,
+    StagingSlot,
 };
 use crate::handover::Vmm;
 use crate::remote::DataConn;
@@ -153,8 +151,6 @@ pub(super) struct ShardPorts {
     pub(super) demand: DemandReads,
     /// The evictors.
     pub(super) evictors: Sender<EvictorOrder>,
-    /// What this thread may evict itself.
-    pub(super) own_run: OwnRun,
     /// The writer.
     pub(super) writer: Inbox<WriterEvent>,
     /// What it is to write, and has not been told of.
@@ -242,13 +238,9 @@ impl Ports for ShardPorts {
     }
 
     fn start_run(&mut self, run: Run) {
-        // A huge page takes as long as hundreds of others.
-        let run = match self.ram.page_size().is_huge() {
-            true => Some(run),
-            false => self.own_run.keep(run),
-        };
-        if let Some(run) = run {
-            self.hand_out(run);
+        let order = EvictorOrder::Evict(self.shard, run);
+        if self.evictors.send(order).is_err() {
+            tracing::error!(shard = self.shard, "the evictors have ended");
         }
     }
 
@@ -276,26 +268,6 @@ impl Ports for ShardPorts {
 }
 
 impl ShardPorts {
-    fn hand_out(&self, run: Run) {
-        let order = EvictorOrder::Evict(self.shard, run);
-        if self.evictors.send(order).is_err() {
-            tracing::error!(shard = self.shard, "the evictors have ended");
-        }
-    }
-
-    /// Evicts a run in the evictors' place.
-    fn evict(&mut self, run: &mut Run, shared: &Shared) {
-        let mut hands = Hands {
-            uffd: &self.uffd,
-            ram: &self.ram,
-            staging: &self.staging,
-            reads_events: true,
-        };
-        let began = Instant::now();
-        let was_refused = !hands.evict(run, shared);
-        self.own_run.note(began, Instant::now(), was_refused);
-    }
-
     /// Tells the writer what is to be written.
     fn send_to_write(&mut self) {
         if !self.to_write.is_empty() {
@@ -323,8 +295,6 @@ pub(super) struct ShardThread {
     pub(super) last_of_guest: Instant,
     /// How the thread waits for a guest that goes on.
     pub(super) spin: Spin,
-    /// Whether it has evicted a run itself since it last waited.
-    pub(super) has_evicted: bool,
 }
 
 impl ShardThread {
@@ -368,10 +338,9 @@ impl ShardThread {
                     .on_fetched(fetch.id, fetch.page, Err(FetchFailed::Gone));
             }
             self.shard.pump();
-            self.evict_own();
             self.shard.ports().send_to_write();
             self.retry_between_discards();
-            // For which one of those may have begun to wait just as it was made, or which was made since.
+            // For which one of those may have begun to wait just as it was made.
             self.shard.use_room();
             self.shard.ports().demand.send_ahead();
             self.let_regions_go();
@@ -405,20 +374,6 @@ impl ShardThread {
         }
     }
 
-    /// Evicts the run that was kept, if there is nothing else to do for the one page that the guest waits for.
-    fn evict_own(&mut self) {
-        let Some(mut run) = self.shard.ports().own_run.take() else {
-            return;
-        };
-        if !self.shard.waits_for_one_page() {
-            return self.shard.ports().hand_out(run);
-        }
-        let shared = Arc::clone(self.shard.shared());
-        self.shard.ports().evict(&mut run, &shared);
-        self.shard.on_run_done(&run);
-        self.has_evicted = true;
-    }
-
     /// Waits until something is to be done.
     fn wait(&mut self, events: &mut Events) -> io::Result<Ready> {
         let shard = &self.shard;
@@ -435,13 +390,9 @@ impl ShardThread {
         // Only who sleeps hears of a socket that takes more.
         let looks = retry.is_none() && guest_goes_on && !ports.demand.wants_write();
         let mut awaited = Awaited::of(ports, &self.messages, events);
-        if std::mem::take(&mut self.has_evicted) {
-            // What that makes possible is done in the next round, which mostly has the page's bytes as well.
-            awaited.look(false)?;
-        } else if looks {
-            self.spin.wait(&mut awaited)?;
-        } else {
-            awaited.sleep(retry)?;
+        match looks {
+            true => self.spin.wait(&mut awaited)?,
+            false => awaited.sleep(retry)?,
         }
         Ok(awaited.ready)
     }

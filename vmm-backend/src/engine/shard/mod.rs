@@ -299,23 +299,6 @@ impl<P: Ports> Shard<P> {
         pending.is_some_and(|pending| matches!(pending.wait, Wait::Fetch { .. }))
     }
 
-    /// Whether one page alone is waited for, for which nothing is to be done until its bytes have come, or
-    /// until there is room for it.
-    pub fn waits_for_one_page(&self) -> bool {
-        let mut pending = self.pending.values();
-        let first = pending.next().filter(|pending| pending.fault.is_some());
-        let waits = first.is_some_and(|pending| match pending.wait {
-            Wait::Fetch { .. } | Wait::Room => true,
-            Wait::Run | Wait::Retry | Wait::Pool | Wait::Lost => false,
-        });
-        waits && pending.next().is_none()
-    }
-
-    /// What all shards of the guest share.
-    pub fn shared(&self) -> &SharedRef {
-        &self.shared
-    }
-
     /// Whether something has to be tried again soon.
     pub fn has_retries(&self) -> bool {
         !self.retries.is_empty()

@@ -136,7 +136,7 @@ impl<P: Ports> Shard<P> {
         true
     }
 
-    /// A run is handed back.
+    /// An evictor hands a run back.
     pub fn on_run_done(&mut self, run: &Run) {
         assert!(run.has_ended(), "a run came back before its end");
         crash_points::pass(Point::EvictEnded);

@@ -280,29 +280,3 @@ fn only_eviction_is_left_where_pages_have_to_go_and_none_is_on_its_way() {
     bench.answer(1);
     assert!(!bench.shard.has_only_to_evict(), "all have been handed out");
 }
-
-#[test]
-fn one_page_is_waited_for_where_a_vcpu_alone_waits_for_bytes_or_for_room() {
-    let mut bench = Bench::new();
-    bench.store_remotely(70, 1);
-    bench.store_remotely(72, 1);
-    assert!(!bench.shard.waits_for_one_page(), "nobody waits");
-    bench.fault(70, READ);
-    assert!(bench.shard.waits_for_one_page());
-    bench.fault(72, READ);
-    assert!(!bench.shard.waits_for_one_page(), "two wait");
-    bench.answer(1);
-    assert!(bench.shard.waits_for_one_page());
-    bench.answer(1);
-    assert!(!bench.shard.waits_for_one_page(), "both have come");
-    let run = bench.hand_out_run();
-    bench.fault(run.pages.first.0, WRITE);
-    assert!(
-        !bench.shard.waits_for_one_page(),
-        "the run is to end, so that it goes on"
-    );
-    bench.end_run(run);
-    bench.shared.budget.set_limit(0);
-    bench.fault(5, WRITE);
-    assert!(bench.shard.waits_for_one_page(), "for room");
-}
