@@ -389,7 +389,7 @@ pub fn pack(images: &Path, share: &Path, programs: &[PathBuf], folder: &Path) ->
     .map(drop)
 }
 
-/// Has each processor's timer go on by itself. QEMU up to 10.1 takes a flag back without a lock as a guest of KVM
+/// Has each processor's timer go on by itself. QEMU 7.2 takes a flag back without a lock as a guest of KVM
 /// is left (`do_vmexit`: `interrupt_request`), by which an interrupt that another thread has just raised is
 /// forgotten now and then. Where that was the timer's, and none is set before it has come, the processor waits for
 /// good, or stays in the guest; of a timer that goes on by itself, the next comes.
