@@ -225,9 +225,8 @@ impl LabGuest {
         if self.boot == Boot::Memory {
             return None;
         }
-        let alive = || fs::read_to_string(share.join(ALIVE)).unwrap_or_default();
         if self.boot == Boot::Plain || share.join(BEGAN).exists() {
-            return Some(alive());
+            return Some(fs::read_to_string(share.join(ALIVE)).unwrap_or_default());
         }
         // systemd may take minutes to come to that. One whose processor waits for an interrupt that does not come
         // takes no time of ours. Once QEMU has ended, that is found out otherwise.
